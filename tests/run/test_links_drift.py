@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune import bandwidth_monitor, exchange_profile, exchange_selection, link_use
+from gossamer.autotune import bandwidth_monitor, exchange_profile, exchange_selection, link_use, rehearsal
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.comm.channel.loopback import LoopbackChannel
@@ -81,7 +81,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         sick["1.weight"][3, 4] = torch.inf
         here = World(iter(found), lambda step: sick if step in bad else sound, params)
         monkeypatch.setattr(exchange_selection, "probe", lambda channel, **_: next(here.links))
-        monkeypatch.setattr(exchange_selection, "profile_step", here.rehearse)
+        monkeypatch.setattr(rehearsal, "profile_step", here.rehearse)
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
         monkeypatch.setattr(exchange_methods, "turn_seconds_of", here.turn_seconds_of)
         exchanger = ExchangeSelector(

@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
-
-import torch
 
 from gossamer import exchange as exchange_methods
-from gossamer import sync
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.exchange_profile import ExchangeProfile
-from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands, uplinks_downlinks_of
+from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
+from gossamer.autotune.local_updates import LocalUpdates
+from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
-from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan import price_apart, price_of
+from gossamer.plan import price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
     PERIODS,
@@ -39,24 +36,19 @@ from gossamer.plan.exchange import (
     written_of,
 )
 from gossamer.policy import Policy
-from gossamer.recipe import EVERY_STEP, PlanMethods, not_used_inside
+from gossamer.recipe import EVERY_STEP, PlanMethods
 from gossamer.recipe.plan_methods import ALL_REDUCE
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
-from gossamer.run.profile_step import StepProfile, profile_step
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer_services import Replan
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.cost import Cost
-from gossamer.spec.errors import bad_input
-from gossamer.spec.method_config import Exchanges, MethodConfig, Written
+from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
-from gossamer.spec.statistics import Statistics
 from gossamer.spec.units import show_seconds
-from gossamer.sync import OuterLoopConfig
 
-_REHEARSALS = 3  # batches to try for one with finite gradients
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 
 
@@ -69,17 +61,6 @@ class SelectionSettings:
     second_moments: bool = False  # whether the optimizer has second moments that islands can average
     policy: Policy | None = None  # for the exchange between islands in local-update training
     walk: UnshardOrder | None = None  # where parameters are sharded
-
-
-@dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """The batches that were tried for a step profile, and the ranks whose last gradients were not finite.
-
-    With such ranks the compression errors are not known, and no lossy exchange is chosen.
-    """
-
-    tried: int = 0
-    sick: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +95,8 @@ class ExchangeSelector:
         asked, several = self.methods, hosts > 1
         self._host = host if several else -1
         if (loop := asked.sync.loop) is not None:
-            self._part(loop, hosts)
+            islands = self.plan.islands or self._islands(hosts)
+            self.plan = self._local_updates().part(loop, islands, self.run.policy, self.links)
         elif asked.chooses_exchange and not several:
             why = "every process is on this machine"
             self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
@@ -164,8 +146,15 @@ class ExchangeSelector:
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
         if (loop := self.methods.sync.loop) is not None and chosen.forecast is not None:
-            self._part_into(islands)
-            self._price_apart(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
+            apart = self._local_updates()
+            apart.part_into(islands)
+            apart.price(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
+            self.plan = apart.plan
+
+    def _local_updates(self) -> LocalUpdates:
+        return LocalUpdates(
+            plan=self.plan, engine=self.engine, feed=self.feed, channel=self.pump.channel, tell=self.tell
+        )
 
     @property
     def _follows_islands(self) -> bool:
@@ -173,83 +162,8 @@ class ExchangeSelector:
         sharding = self.methods.sharding
         return sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
 
-    def _part(self, loop: OuterLoopConfig, hosts: int) -> None:
-        """Set up local-update training: islands as given, else as the links suggest, else one per rank."""
-        self._part_into(self.plan.islands or self._islands(hosts))
-        later = f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
-        when = f"every {loop.sync_every} steps{later}"
-        said = f"{len(self.plan.islands)} islands {[list(i) for i in self.plan.islands]} meet {when}"
-        round_s = 0.0
-        if loop.local_steps:
-            loop, round_s, each = self._paced(loop)
-            said += f": {each}, {round_s:.3g} s of computing a round"
-        if self.methods.sharding.is_sharded:
-            said += f"; in each, states are shared out among {min(map(len, self.plan.islands))} of its ranks"
-        if self.run.policy is not None:
-            loop = self._by_ways(loop, self.run.policy)
-        self._price_apart(loop, compute_s=round_s / loop.sync_every, state_bytes=self.plan.forecast.state_bytes)
-        self._adopt("sync", self.plan.sync, said)
-        self.tell(f"sync: {said}", 0)
-        if unused := not_used_inside(loop, self.plan.islands, self.plan.exchange):
-            reasons = {**self.plan.reasons, "exchange": unused}
-            self.plan = self.plan.model_copy(update={"reasons": reasons})
-            self.tell(f"exchange: {unused}", 0)
-
-    def _part_into(self, islands: tuple[tuple[int, ...], ...]) -> None:
-        levels = ProcessGroups.islands(islands).twice()
-        if self.pump.channel.levels != levels:
-            self.pump.channel.widen(levels)
-        self.plan = self.plan.model_copy(update={"islands": islands})
-
-    def _price_apart(self, loop: OuterLoopConfig, **known: object) -> None:
-        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
-        forecast = price_apart(loop, self.methods, shapes, self.pump.channel.levels)
-        self.plan = self.plan.model_copy(update={"forecast": forecast.model_copy(update=known)})
-
-    def _paced(self, loop: OuterLoopConfig) -> tuple[OuterLoopConfig, float, str]:
-        """Return the loop with each island's steps per round, the seconds of a round, and a description.
-
-        An island is as fast as its slowest rank.
-        """
-        mine = profile_step(self.engine, self.feed, trainable(self.engine.module)).compute_s
-        by_rank = gathered(self.pump.channel, [mine])[:, 0].tolist()
-        islands = self.plan.islands
-        seconds = [max(by_rank[rank] for rank in island) for island in islands]
-        if loop.local_steps == "auto":
-            loop = self._with(local_steps=list(sync.by_speed(seconds, loop.sync_every)))
-        pairs = list(zip(loop.steps_of(islands), seconds, strict=True))
-        said = ", ".join(
-            f"{list(island)} makes {n} of {s:.3g} s" for island, (n, s) in zip(islands, pairs, strict=True)
-        )
-        return loop, max(n * s for n, s in pairs), said
-
-    def _by_ways(self, loop: OuterLoopConfig, policy: Policy) -> OuterLoopConfig:
-        """Return the loop with the exchange that the policy chooses from the current uplinks and downlinks."""
-        islands = self.plan.islands
-        if any(len(island) > 1 for island in islands):
-            raise bad_input(
-                wanted="islands of one rank each, for a policy with local updates",
-                got=str([list(island) for island in islands]),
-                do="leave plan.adapt at none, and name plan.sync's exchange",
-                key="plan.adapt",
-            )
-        numel = {name: p.numel() for name, p in trainable(self.engine.module).items()}
-        statistics = Statistics(names=tuple(numel), numel=tuple(numel.values()))
-        choices = policy.choose(statistics, uplinks_downlinks_of(self.links()))
-        self.plan = self.plan.model_copy(update={"reasons": {**self.plan.reasons, "adapt": choices.reason}})
-        self.tell(f"adapted: {choices.reason}", 0)
-        return self._with(exchange=choices.rules[0][2])
-
-    def _with(self, **parameters: Any) -> OuterLoopConfig:
-        """Return the outer loop with other settings, and write them to the plan."""
-        choice = MethodConfig.parse(self.plan.sync)
-        written = MethodConfig(choice.name, {**choice.parameters, **parameters}).written()
-        self.plan = self.plan.model_copy(update={"sync": written})
-        loop = self.methods.sync.loop
-        assert loop is not None
-        return loop
-
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
+        """Return the islands that the links suggest, else the hosts of many ranks, else one per rank."""
         everyone = self.pump.channel.levels.everyone
         if hosts > 1:
             if (links := self._probe()).has_islands:
@@ -408,7 +322,7 @@ class ExchangeSelector:
         knows = self._measured.knows
         self._decision = decision = choose(*self._facts, lossy=self.run.lossy and knows, candidates=self._candidates)
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._unknown)
+        self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._rehearsal.remark)
         return decision
 
     @property
@@ -424,38 +338,13 @@ class ExchangeSelector:
         given = [list(island) for island in self.plan.islands]
         return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
 
-    @property
-    def _unknown(self) -> str:
-        """Return a note on measurements that the choice lacks."""
-        if not self._rehearsal.sick:
-            return ""
-        return (
-            f"; gradients of {self._rehearsal.tried} batches were not finite on ranks {list(self._rehearsal.sick)}: "
-            "the error of lossy exchanges is not known, so only exact ones and bf16 were candidates"
-        )
-
     def _measure(self, step: int) -> ExchangeProfile:
         """Return the profile, measured once; compression errors are measured again while they are unknown."""
         if self._measured is None or not self._measured.knows:
             params = trainable(self.engine.module)
-            profile, self._rehearsal = self._rehearsed(step)
+            profile, self._rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
             self._measured = ExchangeProfile.by(profile, params, CANDIDATES, self.pump, knows=not self._rehearsal.sick)
         return self._measured
-
-    def _rehearsed(self, step: int) -> tuple[StepProfile, Rehearsal]:
-        """Profile the first batch from `step` on whose gradients are finite on all ranks; return also what was tried.
-
-        After a few batches the last one is returned. One bad batch is harmless: its step will be rejected and retried.
-        """
-        params, channel = trainable(self.engine.module), self.pump.channel
-        for batch in range(step, step + _REHEARSALS):
-            profile = profile_step(self.engine, self.feed, params, batch)
-            is_finite = all(bool(torch.isfinite(g).all()) for g in profile.gradients.values())
-            sound = gathered(channel, [float(is_finite)])[:, 0].tolist()
-            sick = tuple(rank for rank, ok in zip(channel.levels.everyone, sound, strict=True) if not ok)
-            if not sick:
-                break
-        return profile, Rehearsal(batch - step + 1, sick)
 
 
 def _told(times: StepTimes) -> str:
