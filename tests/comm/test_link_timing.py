@@ -222,11 +222,15 @@ def test_readings_that_differ_are_repeated_once_and_said(on, level: str) -> None
         assert "Mbit/s (readings differ by " in link.show() and link.show().endswith("%), 20.0 ms")
 
 
-def test_a_repeated_reading_joins_those_before(on) -> None:
-    """Two of the repeated ones are slower than the fastest before: that one counts, and the spread is of all four."""
+@pytest.mark.parametrize("repeated", [(1.5, 1.5), (1.5, 0.005)])
+def test_a_repeated_reading_joins_those_before(on, repeated: tuple[float, float]) -> None:
+    """Two of the repeated ones are slower than the fastest before: that one counts, and the spread is of all four.
+
+    A shaper that has rested lets a message through at once, which says nothing of the link.
+    """
     link = Link(latency_s=0.0, bytes_per_s=5e4)  # so slow that the first message takes long enough
-    pairs = Links(lambda a, b: link, late=lambda rank, n: (1.0, 2.0, 1.5, 1.5)[n])
-    together = Links(lambda a, b: link, late=lambda rank, n: (1.0, 2.0, 1.5, 1.5)[n])
+    pairs = Links(lambda a, b: link, late=lambda rank, n: (1.0, 2.0, *repeated)[n])
+    together = Links(lambda a, b: link, late=lambda rank, n: (1.0, 2.0, *repeated)[n])
     found = [
         on(2, pairs, lambda ch: link_timing.pair_readings(ch, [(0, 1)], {(0, 1): 0.0}, level="x")[0, 1]),
         on(2, together, lambda ch: pattern_reading(ch, Pattern((1 - ch.rank,), (1 - ch.rank,)), 0.0, level="x")),

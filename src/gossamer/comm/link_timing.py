@@ -30,6 +30,7 @@ _LONG_ENOUGH_S = 0.25  # a message of all ranks that takes so long has outlived 
 _PAIR_LONG_ENOUGH_S = _LONG_ENOUGH_S / 3
 _LATENCIES = 10  # that a transfer must outlast: else its latency, or the slow start of TCP, is timed
 _SHARING = 1 / 4  # of the time to take: of a pair that may share its link with one that ends
+_BURST = 1 / 8  # of the time to take: a repeated transfer that takes less has passed a rested shaper at once
 _LEAST_S = 1e-6  # what clocks can tell apart
 
 
@@ -108,7 +109,11 @@ def pair_readings(
         far = [p for p in ended if Reading.of(nbytes, taken[p], 2 * latency_s[p]).spread > NOISY_SPREAD]
         if far:
             again = _twice(channel, left, nbytes, level)
-            taken |= {pair: taken[pair] + again[pair] for pair in far}
+            for p in far:
+                passed = [
+                    s for s in again[p] if _done(_PAIR_LONG_ENOUGH_S, latency_s[p], s - 2 * latency_s[p]) >= _BURST
+                ]
+                taken[p] = taken[p] + (again[p] if nbytes >= LARGEST_BYTES else passed)
         found |= {p: Reading.of(nbytes, taken[p], 2 * latency_s[p]) for p in ended}
         nbytes = _grown(nbytes, max((done[p] for p in left if p not in found), default=1.0), LARGEST_BYTES)
     return found
@@ -133,7 +138,9 @@ def pattern_reading(channel: Channel, pattern: Pattern, latency_s: float, *, lev
                 break
         nbytes = _grown(nbytes, done, most)
     if Reading.of(nbytes, taken, latency_s).spread > NOISY_SPREAD:
-        taken += [slowest(channel, pattern, nbytes, level) for _ in range(2)]
+        again = [slowest(channel, pattern, nbytes, level) for _ in range(2)]
+        passed = [s for s in again if _done(_LONG_ENOUGH_S, latency_s, s - latency_s) >= _BURST]
+        taken += again if nbytes >= most else passed
     return Reading.of(nbytes * pattern.shares, taken, latency_s)
 
 
