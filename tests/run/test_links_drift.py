@@ -20,8 +20,8 @@ from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSett
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.comm_thread import order_of_turns
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.exchange import CANDIDATES, Decision, across_islands
-from gossamer.recipe import ParameterRules
+from gossamer.plan.exchange import CANDIDATES, Calibration, Decision, StepTimes, across_islands
+from gossamer.recipe import ParameterRules, PlanMethods
 from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer_services import Replan
 from gossamer.spec.errors import BadInput
@@ -66,6 +66,17 @@ class World:
     def turn_seconds_of(self, exchange: object, *where: object) -> tuple[float, ...]:
         self.timed.append(type(exchange).__name__)
         return (self.encoding_s,)
+
+
+@dataclass(frozen=True)
+class Named(Decision):
+    """A decision for an exchange of this name."""
+
+    name: Any = ""
+
+    @property
+    def written(self) -> Any:
+        return self.name
 
 
 @pytest.fixture
@@ -222,7 +233,8 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
     real = exchange_selection.choose
 
     def decide(*given: Any, **more: Any) -> Decision:
-        made.append(replace(real(*given, **more), written=next(chosen)))
+        found = real(*given, **more)
+        made.append(Named(found.best, found.dense, found.candidates, found.also, next(chosen)))
         return made[-1]
 
     monkeypatch.setattr(exchange_selection, "choose", decide)
@@ -237,6 +249,49 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
     assert [p.turns for p in plans] == [made[0].turns, made[0].turns, made[2].turns, made[3].turns]
     assert made[2].buckets != made[0].buckets, "the same buckets on other links: this proves nothing"
     assert plans[1].forecast.wire_bytes == plans[0].forecast.wire_bytes
+
+
+@dataclass
+class Trials:
+    """Trial steps in which encoding takes so many times what was timed, as other work has the processors."""
+
+    exchanger: ExchangeSelector
+    encode: float
+    batches: list[int] = field(default_factory=list)
+    tried: list[Any] = field(default_factory=list)
+
+    def times(self, plan: Plan, step: int) -> StepTimes:
+        self.batches.append(step)
+        self.tried.append(plan.exchange)
+        assert self.exchanger._measured is not None and self.exchanger._links is not None
+        cuts = self.exchanger._measured.facts(self.exchanger._links, CANDIDATES, self.exchanger._largest_bytes)
+        cut = next(one for one in cuts if tuple(b.names for b in one.buckets) == plan.buckets)
+        methods = PlanMethods.of(plan).exchange
+        picked = [
+            next(c for c, one in enumerate(CANDIDATES) if ParameterRules.single(one.written) == methods.of(name))
+            for name in (bucket.names[0] for bucket in cut.buckets)
+        ]
+        return StepTimes.forecast(Calibration(encode=self.encode).applied(cut), picked)
+
+
+@pytest.mark.parametrize("encode", [1.0, 30.0])
+def test_a_choice_is_tried_before_training(world, encode: float) -> None:
+    """Where steps take what was forecast, it stays; else the measurements are corrected and another one is tried."""
+    untried = world([FLAT_SLOW])[0].settle(automatic=True, hosts=2)
+    exchanger, here = world([FLAT_SLOW], bad=[0])
+    trials = Trials(exchanger, encode)
+    exchanger.run = replace(exchanger.run, trials=trials)  # type: ignore[arg-type]
+    plan = exchanger.settle(automatic=True, hosts=2)
+    assert set(trials.batches) == {1}, "the first batch with finite gradients"
+    assert trials.tried[0] == untried.exchange and here.told[-1].endswith(plan.reasons["exchange"])
+    if encode == 1.0:
+        assert len(trials.tried) == 1 and (plan.exchange, plan.buckets) == (untried.exchange, untried.buckets)
+        assert plan.forecast.step_s == pytest.approx(untried.forecast.step_s)
+        return
+    tried, took_s = len(trials.tried), trials.times(plan, 1).step_s
+    assert 1 < tried <= 3 and plan.exchange != untried.exchange
+    assert plan.forecast.step_s == pytest.approx(took_s, rel=0.05)
+    assert exchanger._steps.expected is not None and exchanger._steps.expected.step_s == pytest.approx(took_s, rel=0.05)
 
 
 def test_the_memory_that_a_sharding_has_counted_bounds_its_buckets(world) -> None:

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gossamer import loss
+from gossamer.autotune.trial_steps import TrialSteps
+from gossamer.comm.channel.local import LocalChannel
+from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.forward_adapter import caller_of
@@ -127,6 +130,11 @@ def test_nothing_stays_of_a_look(kind: type[Net]) -> None:
     feed = Feed(parts.train, parts.plan, 0, 0)
     gradients = profile_step(engine, feed, trainable(module)).gradients
     assert float(gradients["head.weight"].norm()) > 0 and state_of(module) == before
+    pump = CommThread(LocalChannel.world(1)[0])
+    trials = TrialSteps(parts=parts, engine=engine, feed=feed, pump=pump, at=lambda step, phase: None)
+    times = trials.times(parts.plan.model_copy(update={"exchange": {"error_feedback": {"inner": "dense"}}}), 0)
+    pump.close()
+    assert times.compute_s > 0 and state_of(module) == before
     Reexecution(engine, feed, trainable(module)).redo(1, 0, 7)
     assert state_of(module) == before
     with untouched(module):

@@ -17,6 +17,7 @@ from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
+from gossamer.autotune.trial_steps import Trial, TrialSteps
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -47,9 +48,9 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
-from gossamer.spec.units import show_seconds
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
+_TRIALS, _TRIAL_GAIN = 3, 0.02  # choices tried before training; of a step: the gain that is worth another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class SelectionSettings:
     second_moments: bool = False  # whether the optimizer has second moments that islands can average
     policy: Policy | None = None  # for the exchange between islands in local-update training
     walk: UnshardOrder | None = None  # where parameters are sharded
+    trials: TrialSteps | None = None  # None: choices are not tried before training
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,7 +106,8 @@ class ExchangeSelector:
                 self._adopt("sync", EVERY_STEP, f"every step: {why}{self._unlinked}")
         elif asked.chooses_exchange:
             links = self._probe()
-            decision = self._choose(links)
+            self._choose(links)
+            decision = self._tried()
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
@@ -141,7 +144,7 @@ class ExchangeSelector:
         loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
         cut, levels = min(BUCKET_BYTES, self._largest_bytes), ProcessGroups.islands(islands)
-        facts = self._measured.round_facts(loop, links, levels, self.plan.units, cut)
+        facts = self._measured.round_facts(loop, links, levels, self.plan.units, cut).corrected(self._slowed)
         chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
@@ -191,15 +194,38 @@ class ExchangeSelector:
             return changed
         return self._recalibrated(step, times) if self._steps.is_off(times) else None
 
+    def _tried(self) -> Decision:
+        """Time steps with the choice, correct the measurements by them, and choose again while that promises a gain.
+
+        Return the choice whose steps were shortest, with corrected estimates.
+        """
+        assert self._decision is not None
+        steps, found = self.run.trials, list[Trial]()
+        while steps is not None and self._is_comparable and not self._rehearsal.sick:
+            one = Trial.of(self._decision, steps.times(self.plan, self._rehearsal.batch))
+            found.append(one)
+            self.tell(f"exchange: {one.show()}", 0)
+            self._correct(one.slower)
+            shortest, other = min(found, key=lambda one: one.times.step_s), self._solve()
+            gains = other.best.step_s < (1 - _TRIAL_GAIN) * shortest.times.step_s
+            if not gains or len(found) == _TRIALS or any(one.is_of(other) for one in found):
+                return self._settle_on(shortest.decision)
+            self._settle_on(other)
+        return self._decision
+
+    def _correct(self, slower: Calibration) -> None:
+        """Correct the measurements by what steps have shown."""
+        self._slowed = self._slowed.then(slower)
+        self._facts = tuple(slower.applied(one) for one in self._facts)
+
     def _recalibrated(self, step: int, times: StepTimes) -> Replan | None:
         """Correct the measurements by what steps took, and return what is then worth a change."""
         assert self._decision is not None and self._links is not None and self._steps.expected is not None
-        said = f"steps {_told(times)}, expected: {_told(self._steps.expected)}"
+        said = f"steps {times.show()}, expected: {self._steps.expected.show()}"
         best, before = self._decision.best, self.plan
         found = Calibration.fit(best.facts, best.picked, times)
-        self._slowed = self._slowed.then(found)
-        self._facts = tuple(found.applied(one) for one in self._facts)
-        decision, now = self._decide(self._links), best.on(found.applied(best.facts))
+        self._correct(found)
+        decision, now = self._settle_on(self._solve()), best.on(found.applied(best.facts))
         said += f" ({found.show()})"
         if decision.written != before.exchange and decision.replaces(now):
             if (changed := self._replaced(before, step, said)) is not None:
@@ -219,12 +245,18 @@ class ExchangeSelector:
         Nothing is expected of a device that computes beside the host, whose clock does not say what a step computes.
         """
         plan, decision = self.plan, self._decision
-        waits = plan.mesh.in_stages or self.methods.sharding.is_sharded or not self.methods.sync.is_plain
-        waits |= self.engine.device.type != "cpu"
-        if waits or plan.adapted_from or decision is None or plan.buckets != decision.buckets:
+        is_comparable = self._is_comparable and self.methods.sync.is_plain and not plan.adapted_from
+        if not is_comparable or decision is None or plan.buckets != decision.buckets:
             self._steps.begin_anew(self.pump, None)
         else:
             self._steps.begin_anew(self.pump, StepTimes.forecast(decision.best.facts, decision.best.picked))
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Return whether a step computes on the host and waits for nothing but the buckets of its gradients."""
+        return (
+            not self.plan.mesh.in_stages and not self.methods.sharding.is_sharded and self.engine.device.type == "cpu"
+        )
 
     def _replaced(self, before: Plan, step: int, why: str) -> Replan | None:
         """Return the change from the plan `before` to the exchange just chosen; None where that is the same."""
@@ -310,19 +342,24 @@ class ExchangeSelector:
         self._links = links_of_islands(links, self.plan.islands)
         facts = self._measure(step).facts(self._links, self._candidates, self._largest_bytes)
         self._facts = tuple(self._slowed.applied(one) for one in facts)
-        return self._decide(self._links)
+        return self._settle_on(self._solve())
 
     @property
     def _candidates(self) -> tuple[Candidate, ...]:
         return across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
 
-    def _decide(self, links: Network) -> Decision:
-        """Choose by the measurements there are, and update the plan."""
+    def _solve(self) -> Decision:
+        """Choose by the measurements there are."""
         assert self._measured is not None
-        knows = self._measured.knows
-        self._decision = decision = choose(*self._facts, lossy=self.run.lossy and knows, candidates=self._candidates)
+        lossy = self.run.lossy and self._measured.knows
+        return choose(*self._facts, lossy=lossy, candidates=self._candidates)
+
+    def _settle_on(self, decision: Decision) -> Decision:
+        """Write a decision to the plan, with its reason and estimate."""
+        assert self._links is not None
+        self._decision = decision
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = _planned(self.plan, decision, links, self._price(decision.written), self._rehearsal.remark)
+        self.plan = _planned(self.plan, decision, self._links, self._price(decision.written), self._rehearsal.remark)
         return decision
 
     @property
@@ -345,10 +382,6 @@ class ExchangeSelector:
             profile, self._rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
             self._measured = ExchangeProfile.by(profile, params, CANDIDATES, self.pump, knows=not self._rehearsal.sick)
         return self._measured
-
-
-def _told(times: StepTimes) -> str:
-    return f"compute {show_seconds(times.compute_s)} and wait {show_seconds(times.exposed_s)}"
 
 
 def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:

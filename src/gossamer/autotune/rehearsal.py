@@ -24,6 +24,7 @@ class Rehearsal:
 
     tried: int = 0
     sick: tuple[int, ...] = ()
+    batch: int = 0  # the step whose batch was tried last
 
     @property
     def remark(self) -> str:
@@ -49,4 +50,4 @@ def rehearse(engine: ModelRuntime, feed: Feed, channel: Channel, step: int) -> t
         sick = tuple(rank for rank, ok in zip(channel.levels.everyone, sound, strict=True) if not ok)
         if not sick:
             break
-    return profile, Rehearsal(batch - step + 1, sick)
+    return profile, Rehearsal(batch - step + 1, sick, batch)

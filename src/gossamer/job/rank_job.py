@@ -14,6 +14,7 @@ from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.autotune.plan_groups import levels_of
+from gossamer.autotune.trial_steps import TrialSteps
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import RankJob
@@ -204,9 +205,10 @@ def _exchanger(
     walk: UnshardOrder | None,
 ) -> ExchangeSelector:
     config, where, plan, methods = job.parts.config, job.where, job.parts.plan, job.parts.recipe
+    feed = Feed(job.parts.train, plan, plan.axes.place(where.rank)[0], config.train.seed)
     return ExchangeSelector(
         engine=engine,
-        feed=Feed(job.parts.train, plan, plan.axes.place(where.rank)[0], config.train.seed),
+        feed=feed,
         pump=pump,
         run=SelectionSettings(
             lossy=config.plan.lossy,
@@ -214,6 +216,7 @@ def _exchanger(
             second_moments=CommonAdamW.serves(methods.optimizer),
             policy=inter_island_policy(methods),
             walk=walk,
+            trials=TrialSteps(parts=job.parts, engine=engine, feed=feed, pump=pump, at=job.at),
         ),
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),

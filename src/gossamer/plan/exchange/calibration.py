@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 from gossamer.plan.exchange.send_order import schedule
+from gossamer.spec.units import show_seconds
 
 _MOST = 8.0  # a factor beyond it, or below its inverse, says that something else has changed
 _ENOUGH = 0.02  # of a step: how near the fitted step comes to the measured one
@@ -25,6 +26,10 @@ class StepTimes:
     def step_s(self) -> float:
         """Return the seconds of computing and of waiting."""
         return self.compute_s + self.exposed_s
+
+    def show(self) -> str:
+        """Return the times for the user."""
+        return f"compute {show_seconds(self.compute_s)} and wait {show_seconds(self.exposed_s)}"
 
     @staticmethod
     def forecast(facts: StepMeasurements, picked: Sequence[int]) -> StepTimes:

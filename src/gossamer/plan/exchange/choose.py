@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, search
@@ -21,18 +23,48 @@ _MILDER = 0.5  # of what is lost: the most that a change without a shorter step 
 _WATCHED_BUCKETS = 64  # beyond, what the step waits for is found for so many runs of buckets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """The chosen buckets of a step and their exchanges, with the estimates behind the choice.
 
-    `written`: the value for plan.exchange. `reason`: one line for the user. `plain`: the estimate with all-reduce.
+    `best`: the mixture that was chosen from `candidates`; `dense`: the best one with all-reduce alone. `also`: what the
+    reason ends with.
     """
 
-    written: Exchanges
-    reason: str
-    forecast: Cost
-    plain: Cost
     best: Mixture
+    dense: Mixture
+    candidates: Sequence[Candidate] = CANDIDATES
+    also: str = ""
+
+    @cached_property
+    def forecast(self) -> Cost:
+        """Return the estimate of a step."""
+        return _cost(self.best)
+
+    @cached_property
+    def plain(self) -> Cost:
+        """Return the estimate of a step with all-reduce."""
+        return _cost(self.dense)
+
+    @property
+    def written(self) -> Exchanges:
+        """Return the value for plan.exchange."""
+        return _written(self.best, self.candidates)
+
+    @property
+    def reason(self) -> str:
+        """Return one line for the user."""
+        return _said(self.best, self.forecast, self.plain, self.candidates) + self.also
+
+    @property
+    def summary(self) -> str:
+        """Return the exchanges by name, with their parts of the gradients."""
+        return _summary(self.best, self.candidates)
+
+    def corrected(self, by: Calibration) -> Decision:
+        """Return the same choice, with its estimates from corrected measurements."""
+        best, dense = (one.on(by.applied(one.facts)) for one in (self.best, self.dense))
+        return replace(self, best=best, dense=dense)
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -78,17 +110,16 @@ def choose(
     cuts = (facts, *others)
     plain = min((_plain(one) for one in cuts), key=lambda one: one.step_s)
     best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
-    forecast, before = _cost(best), _cost(plain)
-    said = _said(best, forecast, before, candidates)
+    also = ""
     if not lossy:
         other = search(cuts, range(len(candidates)))
         if other.step_s < best.step_s * (1 - WORTH):
-            said += (
+            also = (
                 f"; plan.lossy: true would take {_summary(other, candidates)} "
                 f"({show_bytes(_cost(other).sent_bytes[0])}) and save {show_seconds(best.step_s - other.step_s)} more "
                 "a step"
             )
-    return Decision(_written(best, candidates), said, forecast, before, best)
+    return Decision(best, plain, candidates, also)
 
 
 def _plain(facts: StepMeasurements) -> Mixture:

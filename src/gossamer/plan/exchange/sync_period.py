@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.choose import WORTH, Decision
 from gossamer.spec.clock import BESIDE, Part, TimedTask, compute, cost, play, wire
 from gossamer.spec.method_config import Written
@@ -50,6 +51,10 @@ class RoundMeasurements:
     cpu_s: float = 0.0
     stolen: float = 0.0
     second_moments_s: float = 0.0
+
+    def corrected(self, by: Calibration) -> RoundMeasurements:
+        """Return the measurements with computing and encoding longer by their factors."""
+        return replace(self, step_s=self.step_s * by.compute, cpu_s=self.cpu_s * by.encode)
 
 
 @dataclass(frozen=True, slots=True)

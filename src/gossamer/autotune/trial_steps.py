@@ -1,0 +1,125 @@
+"""Time steps with an exchange before training: forward, backward and messages as in the run; nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.model.side_effects import untouched
+from gossamer.pipeline.tied_weights import TiedWeights
+from gossamer.plan.exchange import Calibration, Decision, StepTimes
+from gossamer.recipe import PlanMethods
+from gossamer.run.batches import Feed
+from gossamer.run.checkpoint import trainable
+from gossamer.run.engine import pieces_of, pipeline_of
+from gossamer.run.parts import Parts
+from gossamer.run.rank_stages import RankStages
+from gossamer.run.step_algorithm import At, Gradients
+from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.task import Task
+from gossamer.spec.plan import Plan
+from gossamer.sync import GradientReducer, StepContext, StepVote
+
+_STEPS = 3  # after one that warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A choice of exchanges that was tried: what its steps took, and the choice with its estimates corrected by that.
+
+    `expected`: what its steps were expected to take; `slower`: the factors between the two.
+    """
+
+    times: StepTimes
+    decision: Decision
+    expected: StepTimes
+    slower: Calibration
+
+    @staticmethod
+    def of(decision: Decision, times: StepTimes) -> Trial:
+        """Return the trial of a choice whose steps took `times`."""
+        best = decision.best
+        slower = Calibration.fit(best.facts, best.picked, times)
+        return Trial(times, decision.corrected(slower), StepTimes.forecast(best.facts, best.picked), slower)
+
+    def is_of(self, decision: Decision) -> bool:
+        """Return whether this choice was tried: the same exchanges in the same buckets."""
+        return (decision.written, decision.buckets) == (self.decision.written, self.decision.buckets)
+
+    def show(self) -> str:
+        """Return the trial for the user."""
+        tried, factors = self.decision.summary, self.slower.show()
+        return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialSteps:
+    """The trial steps of one rank, whose model has a single stage and keeps its parameters whole.
+
+    `feed`: where their batch comes from; `at`: told where this rank is, as in training.
+    """
+
+    parts: Parts
+    engine: ModelRuntime
+    feed: Feed
+    pump: CommThread
+    at: At
+
+    def times(self, plan: Plan, step: int) -> StepTimes:
+        """Return the median times of a step on the batch of `step` with the exchanges, buckets and turns of `plan`.
+
+        They are those of the rank that computes longest, for which others wait. All ranks must call it.
+        """
+        params = trainable(self.engine.module)
+        with untouched(self.engine.module, is_timed=True):
+            replica = GradientReducer(
+                params,
+                PlanMethods.of(plan).exchange.by_name(params),
+                self.pump,
+                bucket_bytes=plan.bucket_bytes,
+                buckets=plan.buckets,
+                turns=plan.turns,
+            )
+            try:
+                rows = self._rows(replica, step)
+            finally:
+                replica.close()
+        mine = [median(one) for one in zip(*rows, strict=True)]
+        return StepTimes(*max(gathered(self.pump.channel, mine).tolist()))
+
+    def _rows(self, replica: GradientReducer, step: int) -> Sequence[tuple[float, float, float]]:
+        """Return compute_s, exposed_s and encode_s of every step but the first."""
+        rank, levels = self.pump.channel.rank, self.pump.channel.levels
+        stages = RankStages(
+            engine=self.engine,
+            pieces=pieces_of(self.parts, self.engine),
+            pipeline=pipeline_of(self.parts, rank, levels),
+            pump=self.pump,
+        )
+        pieces = self.feed.fetch(step)
+        weights = stages.weights(pieces)
+        context = StepContext(step, self.feed.seed, 1.0, sum(weights.values()))
+        task = Task(window=context, pieces=pieces, weights=weights)
+        gradients = Gradients(
+            pieces=stages.pieces,
+            pipeline=stages.pipeline,
+            tied=TiedWeights(rank, levels),
+            pump=self.pump,
+            replica=replica,
+            at=self.at,
+        )
+        return [self._row(gradients, task) for _ in range(_STEPS + 1)][1:]
+
+    def _row(self, gradients: Gradients, task: Task) -> tuple[float, float, float]:
+        replica, before_s = gradients.replica, self.pump.encoded_s
+        replica.timing.exposed_s = 0.0
+        replica.begin(task.window)
+        work = gradients.attempt(task)
+        if replica.agree(StepVote(work.loss())).finite:
+            replica.commit()  # what an exchange keeps is kept for the next of these steps, as in training
+        else:
+            replica.reject()
+        return work.compute_s, replica.timing.exposed_s, self.pump.encoded_s - before_s
