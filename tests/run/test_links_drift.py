@@ -285,11 +285,11 @@ def test_a_choice_is_tried_before_training(world, encode: float) -> None:
     assert set(trials.batches) == {1}, "the first batch with finite gradients"
     assert trials.tried[0] == untried.exchange and here.told[-1].endswith(plan.reasons["exchange"])
     if encode == 1.0:
-        assert len(trials.tried) == 1 and (plan.exchange, plan.buckets) == (untried.exchange, untried.buckets)
+        assert (plan.exchange, plan.buckets) == (untried.exchange, untried.buckets)
         assert plan.forecast.step_s == pytest.approx(untried.forecast.step_s)
         return
     tried, took_s = len(trials.tried), trials.times(plan, 1).step_s
-    assert 1 < tried <= 3 and plan.exchange != untried.exchange
+    assert 1 < tried <= 4 and plan.exchange != untried.exchange
     assert plan.forecast.step_s == pytest.approx(took_s, rel=0.05)
     assert exchanger._steps.expected is not None and exchanger._steps.expected.step_s == pytest.approx(took_s, rel=0.05)
 

@@ -17,7 +17,7 @@ from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
-from gossamer.autotune.trial_steps import Trial, TrialSteps
+from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -34,6 +34,7 @@ from gossamer.plan.exchange import (
     across_islands,
     choose,
     choose_period,
+    choose_uniform,
     written_of,
 )
 from gossamer.policy import Policy
@@ -50,7 +51,6 @@ from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
-_TRIALS, _TRIAL_GAIN = 3, 0.02  # choices tried before training; of a step: the gain that is worth another one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,22 +195,18 @@ class ExchangeSelector:
         return self._recalibrated(step, times) if self._steps.is_off(times) else None
 
     def _tried(self) -> Decision:
-        """Time steps with the choice, correct the measurements by them, and choose again while that promises a gain.
-
-        Return the choice whose steps were shortest, with corrected estimates.
-        """
+        """Time steps with the choice, correct the measurements by them, and choose again; return the best one tried."""
         assert self._decision is not None
-        steps, found = self.run.trials, list[Trial]()
+        steps, trials = self.run.trials, Trials()
         while steps is not None and self._is_comparable and not self._rehearsal.sick:
             one = Trial.of(self._decision, steps.times(self.plan, self._rehearsal.batch))
-            found.append(one)
+            trials = trials.and_then(one)
             self.tell(f"exchange: {one.show()}", 0)
             self._correct(one.slower)
-            shortest, other = min(found, key=lambda one: one.times.step_s), self._solve()
-            gains = other.best.step_s < (1 - _TRIAL_GAIN) * shortest.times.step_s
-            if not gains or len(found) == _TRIALS or any(one.is_of(other) for one in found):
-                return self._settle_on(shortest.decision)
-            self._settle_on(other)
+            following = trials.following(self._solve(), self._solve(choose_uniform))
+            if following is None:
+                return self._settle_on(trials.best.decision)
+            self._settle_on(following)
         return self._decision
 
     def _correct(self, slower: Calibration) -> None:
@@ -348,11 +344,11 @@ class ExchangeSelector:
     def _candidates(self) -> tuple[Candidate, ...]:
         return across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
 
-    def _solve(self) -> Decision:
-        """Choose by the measurements there are."""
+    def _solve(self, by: Callable[..., Decision] | None = None) -> Decision:
+        """Choose by the measurements there are, with `choose` or another solver."""
         assert self._measured is not None
         lossy = self.run.lossy and self._measured.knows
-        return choose(*self._facts, lossy=lossy, candidates=self._candidates)
+        return (by or choose)(*self._facts, lossy=lossy, candidates=self._candidates)
 
     def _settle_on(self, decision: Decision) -> Decision:
         """Write a decision to the plan, with its reason and estimate."""

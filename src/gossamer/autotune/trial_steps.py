@@ -23,7 +23,12 @@ from gossamer.run.task import Task
 from gossamer.spec.plan import Plan
 from gossamer.sync import GradientReducer, StepContext, StepVote
 
-_STEPS = 3  # after one that warms up
+_STEPS = 3  # of a trial, after one that warms up
+_TRIALS, _LONGEST_S = 4, 120.0  # trials, and seconds of all, after which there is no further one
+_ABOUT, _RIVAL = (
+    0.02,
+    0.1,
+)  # of a step: what steps of a trial differ by at most; what the forecast of a rival may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,41 @@ class Trial:
         """Return the trial for the user."""
         tried, factors = self.decision.summary, self.slower.show()
         return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """The trials of a run before its training."""
+
+    made: tuple[Trial, ...] = ()
+
+    def and_then(self, one: Trial) -> Trials:
+        """Return the trials with one more."""
+        return Trials((*self.made, one))
+
+    @property
+    def best(self) -> Trial:
+        """Return, of the trials whose steps were about as short as the shortest, the one that loses least."""
+        near = [one for one in self.made if one.times.step_s <= (1 + _ABOUT) * self._shortest_s]
+        return min(near, key=lambda one: one.decision.best.lost)
+
+    def following(self, chosen: Decision, uniform: Decision) -> Decision | None:
+        """Return what to try next: the choice after all corrections if that promises a gain, else a `uniform` one.
+
+        What is alike for all buckets is forecast with the fewest errors, so it is tried where it might be as fast. None
+        where both have been tried or promise too little, or after enough steps.
+        """
+        spent_s = sum((_STEPS + 1) * one.times.step_s for one in self.made)
+        if len(self.made) == _TRIALS or spent_s > _LONGEST_S:
+            return None
+        for one, at_most in ((chosen, 1 - _ABOUT), (uniform, 1 + _RIVAL)):
+            if one.best.step_s < at_most * self._shortest_s and not any(trial.is_of(one) for trial in self.made):
+                return one
+        return None
+
+    @property
+    def _shortest_s(self) -> float:
+        return min(one.times.step_s for one in self.made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ their messages are started. Of all choices about as fast as the fastest it takes
 
 from gossamer.plan.exchange.calibration import Calibration, StepTimes
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
-from gossamer.plan.exchange.choose import Decision, choose
+from gossamer.plan.exchange.choose import Decision, choose, choose_uniform
 from gossamer.plan.exchange.measurements import (
     BucketMeasurements,
     Option,
@@ -55,6 +55,7 @@ __all__ = [
     "check_finite",
     "choose",
     "choose_period",
+    "choose_uniform",
     "cost_of_step",
     "forecast_apart",
     "tasks_of_step",

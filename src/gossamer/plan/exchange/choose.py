@@ -10,7 +10,7 @@ from functools import cached_property
 from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
-from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, search
+from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, fastest_alone, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -120,6 +120,15 @@ def choose(
                 "a step"
             )
     return Decision(best, plain, candidates, also)
+
+
+def choose_uniform(
+    facts: StepMeasurements, *others: StepMeasurements, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES
+) -> Decision:
+    """Choose the buckets and one exchange for all of them, as far as it can serve them: the shortest step."""
+    cuts = (facts, *others)
+    best = fastest_alone(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
+    return Decision(best, min((_plain(one) for one in cuts), key=lambda one: one.step_s), candidates)
 
 
 def _plain(facts: StepMeasurements) -> Mixture:
