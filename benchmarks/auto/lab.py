@@ -120,6 +120,7 @@ def _row(one: Setting, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]
         "compute_s": median(r["compute_s"] for r in auto),
         "forecast_compute_s": median(r["forecast"]["compute_s"] for r in auto),
         "auto": [r["because"] for r in auto],
+        "tried": [r["tried"] for r in auto],
         "step_s": {name: round(seconds, 4) for name, seconds in sorted(times.items(), key=lambda item: item[1])},
         "wire_bytes": {n: rounds[-1]["wire_bytes"] for n, rounds in found.items() if "error" not in rounds[-1]},
         "errors": errors,

@@ -164,5 +164,6 @@ def _ours(folder: Path, length: Length, middle: Callable[[Iterable[float]], floa
         "exchange": plan["exchange"],
         "sync": plan["sync"],
         "forecast": plan["forecast"],
+        "tried": [x["message"] for x in lines if x["kind"] == "event" and x["message"].startswith("exchange: tried")],
         "because": plan.get("reasons", {}).get("exchange" if plan["sync"] == "every_step" else "sync", ""),
     }
