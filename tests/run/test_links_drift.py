@@ -294,6 +294,14 @@ def test_a_choice_is_tried_before_training(world, encode: float) -> None:
     assert exchanger._steps.expected is not None and exchanger._steps.expected.step_s == pytest.approx(took_s, rel=0.05)
 
 
+def test_minutes_are_not_spent_on_trials(world) -> None:
+    crawling = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e3)})
+    exchanger, _ = world([crawling])
+    trials = Trials(exchanger, 1.0)
+    exchanger.run = replace(exchanger.run, trials=trials)  # type: ignore[arg-type]
+    assert exchanger.settle(automatic=True, hosts=2).forecast.step_s > 30 and not trials.tried
+
+
 def test_the_memory_that_a_sharding_has_counted_bounds_its_buckets(world) -> None:
     int8 = {"error_feedback": {"inner": {"two_shot": {"codec": "int8"}}}}
     resumed, _ = world([FLAT_FAST], exchange=int8, bucket_bytes=MIB)

@@ -17,7 +17,7 @@ from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
-from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
+from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps, are_short
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -198,7 +198,9 @@ class ExchangeSelector:
         """Time steps with the choice, correct the measurements by them, and choose again; return the best one tried."""
         assert self._decision is not None
         steps, trials = self.run.trials, Trials()
-        while steps is not None and self._is_comparable and not self._rehearsal.sick:
+        if not (self._is_comparable and are_short(self._decision)) or self._rehearsal.sick:
+            return self._decision
+        while steps is not None:
             one = Trial.of(self._decision, steps.times(self.plan, self._rehearsal.batch))
             trials = trials.and_then(one)
             self.tell(f"exchange: {one.show()}", 0)

@@ -60,6 +60,11 @@ class Trial:
         return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
 
 
+def are_short(decision: Decision) -> bool:
+    """Return whether the steps of a trial of this choice are short enough to be taken before training."""
+    return (_STEPS + 1) * decision.forecast.step_s <= _LONGEST_S
+
+
 @dataclass(frozen=True, slots=True)
 class Trials:
     """The trials of a run before its training."""
