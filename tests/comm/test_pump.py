@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -94,6 +95,25 @@ def test_a_round_too_many_is_an_error_not_a_hang() -> None:
     with pytest.raises(WireMismatch, match="declared 1 messages"):
         step.result(0)
     pump.close()
+
+
+def test_whoever_hears_of_a_result_finds_the_replies_of_its_job_freed() -> None:
+    """Otherwise memory after a step hangs on how fast this thread goes on after its last word."""
+    replies, alive = list[weakref.ref[torch.Tensor]](), list[bool]()
+
+    def reading():
+        (reply,) = yield Message((torch.ones(4),), Collective.GATHER)
+        replies.append(weakref.ref(reply))
+        return Outcome(reply.sum(), None, ExchangeState())
+
+    (channel,) = LocalChannel.world(1)
+    pump = CommThread(channel)
+    step = pump.begin([1])
+    step.futures[0].add_done_callback(lambda _: alive.extend(one() is not None for one in replies))
+    step.submit(0, reading())
+    assert step.result(0).mean.item() == 4.0
+    pump.close()
+    assert alive == [False]
 
 
 def test_an_error_inside_a_method_reaches_the_waiter() -> None:

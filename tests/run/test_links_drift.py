@@ -294,12 +294,31 @@ def test_a_choice_is_tried_before_training(world, encode: float) -> None:
     assert exchanger._steps.expected is not None and exchanger._steps.expected.step_s == pytest.approx(took_s, rel=0.05)
 
 
-def test_minutes_are_not_spent_on_trials(world) -> None:
-    crawling = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e3)})
-    exchanger, _ = world([crawling])
+@pytest.mark.parametrize(
+    ("rate", "between_s", "steps", "are_tried"),
+    [(4e4, (5, 7), 3, True), (1e4, (20, 29), 3, False), (1e4, (20, 29), 1000, True), (1e3, (99, 999), 1000, False)],
+)
+def test_no_more_time_is_spent_on_trials_than_they_are_worth(
+    world, rate: float, between_s: tuple[float, float], steps: int, are_tried: bool
+) -> None:
+    """30 s, or a twentieth of a run where that is longer, but never more than two minutes."""
+    slow = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=rate)})
+    exchanger, _ = world([slow])
     trials = Trials(exchanger, 1.0)
-    exchanger.run = replace(exchanger.run, trials=trials)  # type: ignore[arg-type]
-    assert exchanger.settle(automatic=True, hosts=2).forecast.step_s > 30 and not trials.tried
+    exchanger.run = replace(exchanger.run, trials=trials, steps=steps)  # type: ignore[arg-type]
+    step_s = exchanger.settle(automatic=True, hosts=2).forecast.step_s
+    assert between_s[0] < step_s < between_s[1] and bool(trials.tried) == are_tried
+
+
+def test_what_lossy_exchanges_would_save_is_told_after_trials_too(world) -> None:
+    """By the measurements as steps have corrected them."""
+    exchanger, _ = world([FLAT_SLOW], lossy=False)
+    untried = exchanger.settle(automatic=True, hosts=2).reasons["exchange"]
+    tried, _ = world([FLAT_SLOW], lossy=False)
+    tried.run = replace(tried.run, trials=Trials(tried, 30.0))  # type: ignore[arg-type]
+    said = tried.settle(automatic=True, hosts=2).reasons["exchange"]
+    assert "plan.lossy: true would take" in untried and "plan.lossy: true would take" in said
+    assert untried.partition("plan.lossy")[2] != said.partition("plan.lossy")[2]
 
 
 def test_the_memory_that_a_sharding_has_counted_bounds_its_buckets(world) -> None:

@@ -17,7 +17,7 @@ from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
-from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps, are_short
+from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -197,8 +197,8 @@ class ExchangeSelector:
     def _tried(self) -> Decision:
         """Time steps with the choice, correct the measurements by them, and choose again; return the best one tried."""
         assert self._decision is not None
-        steps, trials = self.run.trials, Trials()
-        if not (self._is_comparable and are_short(self._decision)) or self._rehearsal.sick:
+        steps, trials = self.run.trials, Trials(self.run.steps)
+        if not (self._is_comparable and trials.have_time_for(self._decision)) or self._rehearsal.sick:
             return self._decision
         while steps is not None:
             one = Trial.of(self._decision, steps.times(self.plan, self._rehearsal.batch))
@@ -207,7 +207,8 @@ class ExchangeSelector:
             self._correct(one.slower)
             following = trials.following(self._solve(), self._solve(choose_uniform))
             if following is None:
-                return self._settle_on(trials.best.decision)
+                best = trials.best.decision
+                return self._settle_on(best if self.run.lossy else best.advised(*self._facts))
             self._settle_on(following)
         return self._decision
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from gossamer.comm.channel import gathered
@@ -24,11 +24,10 @@ from gossamer.spec.plan import Plan
 from gossamer.sync import GradientReducer, StepContext, StepVote
 
 _STEPS = 3  # of a trial, after one that warms up
-_TRIALS, _LONGEST_S = 4, 120.0  # trials, and seconds of all, after which there is no further one
-_ABOUT, _RIVAL = (
-    0.02,
-    0.1,
-)  # of a step: what steps of a trial differ by at most; what the forecast of a rival may be off
+_TRIALS = 4  # at most
+_SHORT_S, _LONG_S, _SHARE = 30.0, 120.0, 0.05  # what all trials may take: so much, and a share of the run in between
+_ABOUT = 0.02  # of a step: what steps of a trial differ by at most
+_RIVAL = 0.1  # of a step: what the forecast of a rival may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +59,25 @@ class Trial:
         return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
 
 
-def are_short(decision: Decision) -> bool:
-    """Return whether the steps of a trial of this choice are short enough to be taken before training."""
-    return (_STEPS + 1) * decision.forecast.step_s <= _LONGEST_S
-
-
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The trials of a run before its training."""
+    """The trials before the training of a run of `steps` steps.
 
+    They take 30 s in all, or a twentieth of the run where that is longer, but never more than two minutes.
+    """
+
+    steps: int
     made: tuple[Trial, ...] = ()
 
     def and_then(self, one: Trial) -> Trials:
         """Return the trials with one more."""
-        return Trials((*self.made, one))
+        return replace(self, made=(*self.made, one))
+
+    def have_time_for(self, decision: Decision) -> bool:
+        """Return whether a trial of this choice fits into the time that there is."""
+        step_s, spent_s = decision.best.step_s, sum((_STEPS + 1) * one.times.step_s for one in self.made)
+        may_take_s = min(max(_SHORT_S, _SHARE * self.steps * step_s), _LONG_S)
+        return len(self.made) < _TRIALS and spent_s + (_STEPS + 1) * step_s <= may_take_s
 
     @property
     def best(self) -> Trial:
@@ -85,14 +89,11 @@ class Trials:
         """Return what to try next: the choice after all corrections if that promises a gain, else a `uniform` one.
 
         What is alike for all buckets is forecast with the fewest errors, so it is tried where it might be as fast. None
-        where both have been tried or promise too little, or after enough steps.
+        where both have been tried or promise too little, or where there is no time.
         """
-        spent_s = sum((_STEPS + 1) * one.times.step_s for one in self.made)
-        if len(self.made) == _TRIALS or spent_s > _LONGEST_S:
-            return None
         for one, at_most in ((chosen, 1 - _ABOUT), (uniform, 1 + _RIVAL)):
             if one.best.step_s < at_most * self._shortest_s and not any(trial.is_of(one) for trial in self.made):
-                return one
+                return one if self.have_time_for(one) else None
         return None
 
     @property

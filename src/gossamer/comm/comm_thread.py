@@ -280,9 +280,11 @@ class CommThread:
             began = time.thread_time()  # of this thread alone: others may compute on the same core
             one.advance(reply)
             self.encoded_s += time.thread_time() - began
+        del reply  # before anyone is told of the result: a waiting thread goes on with its buffers freed
         if r == step.rounds[job]:
             if one.outcome is None:
                 raise WireMismatch(f"job {job} declared {r} messages and wants to send more")
+            del jobs[job]
             step.futures[job].set_result(one.outcome)
         else:
             message, one.wanted = one.wanted or step.padding_message(job), None

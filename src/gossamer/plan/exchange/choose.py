@@ -66,6 +66,17 @@ class Decision:
         best, dense = (one.on(by.applied(one.facts)) for one in (self.best, self.dense))
         return replace(self, best=best, dense=dense)
 
+    def advised(self, *cuts: StepMeasurements) -> Decision:
+        """Return the same choice, whose reason says what lossy exchanges would save, where that is much."""
+        other, also = search(cuts, range(len(self.candidates))), ""
+        if other.step_s < self.best.step_s * (1 - WORTH):
+            also = (
+                f"; plan.lossy: true would take {_summary(other, self.candidates)} "
+                f"({show_bytes(_cost(other).sent_bytes[0])}) and save "
+                f"{show_seconds(self.best.step_s - other.step_s)} more a step"
+            )
+        return replace(self, also=also)
+
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """Return the names of the parameters in each bucket."""
@@ -110,16 +121,8 @@ def choose(
     cuts = (facts, *others)
     plain = min((_plain(one) for one in cuts), key=lambda one: one.step_s)
     best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
-    also = ""
-    if not lossy:
-        other = search(cuts, range(len(candidates)))
-        if other.step_s < best.step_s * (1 - WORTH):
-            also = (
-                f"; plan.lossy: true would take {_summary(other, candidates)} "
-                f"({show_bytes(_cost(other).sent_bytes[0])}) and save {show_seconds(best.step_s - other.step_s)} more "
-                "a step"
-            )
-    return Decision(best, plain, candidates, also)
+    decision = Decision(best, plain, candidates)
+    return decision if lossy else decision.advised(*cuts)
 
 
 def choose_uniform(
