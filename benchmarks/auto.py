@@ -244,7 +244,7 @@ class Point:
         for where in layouts:
             names = tuple(e.name for e in where.entries)
             ready = max(self.shape.ready_s[n] for n in names)
-            serves = times and exchange_profile.serves(CANDIDATES[c], where, self.profile.pump.channel.levels)
+            serves = times and self.profile.serves(CANDIDATES[c], where)
             served |= serves
             jobs.append(self._job(where, ready / self.speedup, CANDIDATES[c if serves else 0]))
         return jobs if served else None

@@ -35,10 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 AUTO = Method("auto", False, {"exchange": "auto", "lossy": True})
-BY_HAND = tuple(  # without those that the others beat on every link between few hosts
+BY_HAND = tuple(  # without those that the others beat on every link between few hosts, or that serve tables alone
     Method(one.said, False, {"exchange": one.written})
     for one in CANDIDATES
-    if one.said not in ("recursive doubling", "star")
+    if one.said not in ("recursive doubling", "star", "sparse all-reduce")
 )
 _UNSHAPED_STEP_S, _START_S, _SLOWEST_S = 1.5, 120.0, 60.0
 

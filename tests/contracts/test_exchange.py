@@ -199,6 +199,18 @@ def test_a_wire_it_cannot_serve_is_refused_with_a_reason(name: str) -> None:
     assert one.traffic(where, levels, 0)
 
 
+@each
+@pytest.mark.parametrize("occupied", [0.1, 1.0])
+def test_what_is_expected_of_a_bucket_is_within_what_is_declared(name: str, occupied: float) -> None:
+    """As many messages, none longer, and where all of the bucket is in use the same."""
+    one, where, levels = crew.example(name), crew.layout(), crew.levels_of(4)
+    declared, expected = one.traffic(where, levels, 0), one.expected_traffic(where, levels, 0, occupied)
+    assert expected == declared if occupied == 1.0 or one.traits.fixed_size else len(expected) == len(declared)
+    assert all(
+        e.nbytes <= d.nbytes and replace(e, elements=d.elements) == d for e, d in zip(expected, declared, strict=True)
+    )
+
+
 def test_a_layout_of_nothing_is_a_layout() -> None:
     where = Layout((), torch.float32)
     assert where.numel == 0 and where.allocate().flat.numel() == 0

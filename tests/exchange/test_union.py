@@ -8,6 +8,8 @@ from torch import Tensor
 
 from exchange.few import NUMEL, exchanged, gaussian, layout, sparse, weighted
 from gossamer import exchange as exchange_methods
+from gossamer.comm.channel.counting import CountingChannel
+from gossamer.comm.message import ProcessGroups
 from gossamer.ops.sketch import Hashes, median
 
 
@@ -101,6 +103,19 @@ def test_rows_that_nobody_used_cost_a_bit_per_block() -> None:
     outcomes, sent = exchanged(exchange_methods.build("block_sparse"), [x.flatten() for x in inputs])
     torch.testing.assert_close(outcomes[1].mean.double(), weighted([x.flatten() for x in inputs]))
     assert sent == pytest.approx(1000 * 64 / 32 / 8 + 3 * 64 * 4, abs=16)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 30, 500, 1000])
+def test_what_a_table_is_expected_to_send_is_what_it_sends(rows: int) -> None:
+    """To the bytes, where ranks have looked up the same rows; no more than that of a bucket of which all is in use."""
+    x = torch.zeros(1000, 64)
+    x[:rows] = gaussian(rows * 64).view(rows, 64)
+    one, levels = exchange_methods.build("block_sparse"), ProcessGroups.flat(2)
+    _, sent = exchanged(one, [x.flatten()] * 2)
+    priced = CountingChannel(0, levels)
+    priced.charge(one.expected_traffic(layout(64_000), levels, 0, rows / 1000))
+    assert priced.meter.total_bytes == sent
+    assert one.expected_traffic(layout(64_000), levels, 0, 1.0) == one.traffic(layout(64_000), levels, 0)
 
 
 def test_the_median_of_three_rows_keeps_giants_out_of_what_they_collide_with() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune import bandwidth_monitor, exchange_profile, exchange_selection, link_use, rehearsal
+from gossamer.autotune import bandwidth_monitor, choice_basis, exchange_profile, exchange_selection, link_use, rehearsal
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
 from gossamer.comm.channel.loopback import LoopbackChannel
@@ -183,8 +183,8 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     """On islands the third column is bf16 between islands, and not what was third where all ranks were one."""
     exchanger, here = world([FLAT_FAST])
     exchanger.settle(automatic=True, hosts=2)
-    measured = exchanger._measured
-    assert measured is not None
+    assert exchanger._basis is not None
+    measured = exchanger._basis.profile
     flat = measured.facts(FLAT_SLOW, CANDIDATES, MIB)[0]
     exchanger.pump.channel.widen(ProcessGroups.islands([(0, 1), (2, 3)]))
     wide = measured.facts(PAIRS, across_islands(CANDIDATES), MIB)[0]
@@ -230,14 +230,14 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
         MethodConfig("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4")
     )
     chosen, made = iter([int8, int8, int4, "dense"]), list[Decision]()
-    real = exchange_selection.choose
+    real = choice_basis.choose
 
     def decide(*given: Any, **more: Any) -> Decision:
         found = real(*given, **more)
         made.append(Named(found.best, found.dense, found.candidates, found.also, next(chosen)))
         return made[-1]
 
-    monkeypatch.setattr(exchange_selection, "choose", decide)
+    monkeypatch.setattr(choice_basis, "choose", decide)
     plans = [exchanger.settle(automatic=True, hosts=2)]
     for turn in range(3):
         exchanger._watch.first = MEASURE
@@ -263,8 +263,9 @@ class Trials:
     def times(self, plan: Plan, step: int) -> StepTimes:
         self.batches.append(step)
         self.tried.append(plan.exchange)
-        assert self.exchanger._measured is not None and self.exchanger._links is not None
-        cuts = self.exchanger._measured.facts(self.exchanger._links, CANDIDATES, self.exchanger._largest_bytes)
+        basis = self.exchanger._basis
+        assert basis is not None
+        cuts = basis.profile.facts(basis.links, CANDIDATES, self.exchanger._largest_bytes)
         cut = next(one for one in cuts if tuple(b.names for b in one.buckets) == plan.buckets)
         methods = PlanMethods.of(plan).exchange
         picked = [

@@ -35,7 +35,9 @@ def by_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Facts of three ranks, of which the second is slowest in everything, and has gradients that lose most."""
     slow = (1.0, 3.0, 2.0)
     monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
-    monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda one, where, levels, rank: (0.01 * slow[rank],))
+    monkeypatch.setattr(
+        exchange_methods, "turn_seconds_of", lambda one, where, levels, rank, occupied: (0.01 * slow[rank],)
+    )
 
     def facts(channel: Channel, sick: tuple[int, ...] = ()) -> StepMeasurements:
         rank, params = channel.rank, {n: torch.empty(shape) for n, shape in SHAPES.items()}
@@ -76,12 +78,14 @@ def test_the_slowest_rank_counts_and_a_bucket_is_ready_with_its_last_gradient(by
 def test_what_lossy_exchanges_cost_is_open_where_gradients_are_not_finite(by_rank: Any) -> None:
     one = in_threads(by_rank, sick=(1,))[0]
     served = [o is not None for o in one.buckets[0].options]
-    assert served == [not c.lossy for c in CANDIDATES] and one.buckets[0].weight == 0.0
+    assert served == [not c.lossy and c.most_occupied == 1.0 for c in CANDIDATES] and one.buckets[0].weight == 0.0
 
 
 def test_a_number_that_is_none_is_told_by_its_rank(by_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        exchange_methods, "turn_seconds_of", lambda one, where, levels, rank: (float("nan") if rank == 2 else 0.1,)
+        exchange_methods,
+        "turn_seconds_of",
+        lambda one, where, levels, rank, occupied: (float("nan") if rank == 2 else 0.1,),
     )
     with pytest.raises(BadInput, match="finite cpu_s of all-reduce for 2230 numbers, got nan on rank 2"):
         in_threads(by_rank)
@@ -92,9 +96,44 @@ def test_a_gradient_as_large_as_float32_holds_has_a_loss(by_rank: Any) -> None:
     (channel,) = LocalChannel.world(1)
     rehearsal = StepProfile(0.9, 0.3, {"a": 0.3}, {"a": torch.full((40, 30), 1e30)})
     pump: Any = SimpleNamespace(channel=channel)
-    measured = ExchangeProfile.by(rehearsal, {"a": torch.empty(40, 30)}, CANDIDATES[:4], pump, knows=True)
-    (bucket,) = measured.facts(LINKS, CANDIDATES[:4], BUCKET_BYTES)[-1].buckets
+    exact_or_bf16 = [c for c in CANDIDATES if not c.lossy and c.most_occupied == 1.0]
+    measured = ExchangeProfile.by(rehearsal, {"a": torch.empty(40, 30)}, exact_or_bf16, pump, knows=True)
+    (bucket,) = measured.facts(LINKS, exact_or_bf16, BUCKET_BYTES)[-1].buckets
     assert all(o is not None and o.loss < 1e-3 for o in bucket.options)
+
+
+def test_of_a_table_what_any_rank_has_looked_up_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of three ranks looked up a tenth of the rows: three tenths are sent at most, and a bucket with what is not
+    sparse is not served. What is sent is timed as sparse as it is.
+    """
+    occupied, table, head = list[float](), "table", "head"
+    params = {table: torch.empty(640, 1024), head: torch.empty(640, 1024)}
+
+    def turn_seconds_of(one: object, where: object, levels: object, rank: int, part: float) -> tuple[float, ...]:
+        occupied.append(part)
+        return (0.01, 0.01, 0.01)
+
+    def facts(channel: Channel) -> list[StepMeasurements]:
+        gradients = {n: torch.zeros(p.shape) for n, p in params.items()}
+        gradients[table][64 * channel.rank : 64 * (channel.rank + 1)] = 1.0
+        gradients[head] += 1.0
+        rehearsal = StepProfile(0.9, 0.3, {table: 0.3, head: 0.1}, gradients)
+        pump: Any = SimpleNamespace(channel=channel)
+        measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=True)
+        assert measured.occupied == pytest.approx({table: 0.3, head: 1.0})
+        return list(measured.facts(LINKS, CANDIDATES, 1 << 24))
+
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", turn_seconds_of)
+    sparse = next(c for c, one in enumerate(CANDIDATES) if one.written == "block_sparse")
+    found = in_threads(facts)
+    assert found[0] == found[1] == found[2]
+    apart, together = found[0][0], found[0][-1]
+    assert [b.names for b in apart.buckets] == [(head,), (table,)] and len(together.buckets) == 1
+    assert [b.options[sparse] is not None for b in (*apart.buckets, *together.buckets)] == [False, True, False]
+    (bitmap, rows), (whole,) = apart.buckets[1].option(sparse).messages, apart.buckets[1].option(0).messages
+    assert rows.busy_s == pytest.approx(0.3 * whole.busy_s, rel=1e-3) and bitmap.busy_s < 0.01 * whole.busy_s
+    assert (min(occupied), max(occupied)) == (pytest.approx(0.3), 1.0)
 
 
 def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[Statistics]) -> AdaptiveCompression:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
@@ -41,6 +42,7 @@ from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
+_BLOCK = 32  # numbers of a gradient of which all are zero, or one is in use
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
@@ -106,6 +108,7 @@ class ExchangeProfile:
     times: tuple[float, float, float]  # compute, backward, stolen share
     squares: Mapping[str, float]  # |gradient|^2, this rank's; empty if gradients were not finite
     lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
+    occupied: Mapping[str, float] = field(default_factory=dict)  # part of a gradient that is not zero on some rank
     _cuts: dict[int, _Cut] = field(default_factory=dict)  # by bucket_bytes
     _columns: dict[tuple[str, _Groups, int], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
@@ -129,7 +132,15 @@ class ExchangeProfile:
         gradients = rehearsal.gradients if knows else {}
         squares = {n: float(g.double().square().sum()) for n, g in gradients.items()}
         lost = {told(c.loses_as): _lost(c, gradients) for c in candidates} if knows else {}
-        return ExchangeProfile(params, pump, rehearsal.ready_s, (agreed[0], agreed[1], agreed[2]), squares, lost)
+        return ExchangeProfile(
+            params,
+            pump,
+            rehearsal.ready_s,
+            (agreed[0], agreed[1], agreed[2]),
+            squares,
+            lost,
+            _occupied(pump, gradients),
+        )
 
     @property
     def knows(self) -> bool:
@@ -147,18 +158,19 @@ class ExchangeProfile:
         cut = self._cut(bucket_bytes)
         columns = [self._column(c, bucket_bytes) for c in candidates]
         total = sum(cut.squares) or 1.0
-        known = [dict[_Shapes, _Prices]() for _ in candidates]  # layers repeat
+        known = [dict[tuple[_Shapes, float], _Prices]() for _ in candidates]  # layers repeat
         buckets = []
         for b, where in enumerate(cut.layouts):
-            shapes = tuple(e.shape for e in where.entries)
+            occupied = self._occupied_of(where)
+            shape = tuple(e.shape for e in where.entries), occupied
             options = list[Option | None]()
             for column, prices in zip(columns, known, strict=True):
                 if (cell := column[b]) is None:
                     options.append(None)
                     continue
-                if shapes not in prices:
-                    prices[shapes] = _on_wire(cell.exchange, where, self.pump.channel.levels, links)
-                messages, sent = prices[shapes]
+                if shape not in prices:
+                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied)
+                messages, sent = prices[shape]
                 turns_s = cell.times.of(where.numel, len(messages) + 1)
                 options.append(Option(turns_s, messages, sent, cell.loss))
             names = tuple(e.name for e in where.entries)
@@ -187,7 +199,9 @@ class ExchangeProfile:
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
         if key not in self._columns:
             one = ParameterRules.single(candidate.written)
-            serving = [serves(candidate, where, levels) for where in cut.layouts]
+            serving = [self.serves(candidate, where) for where in cut.layouts]
+            if not any(serving):  # as all ranks find
+                return self._columns.setdefault(key, (None,) * len(serving))
             loss = gathered(self.pump.channel, self._loss(candidate, cut)).max(0).values.tolist()
             times = self.encode_times(candidate, one)
             self._columns[key] = tuple(
@@ -201,14 +215,32 @@ class ExchangeProfile:
         levels, rank = self.pump.channel.levels, self.pump.channel.rank
         key = (told(candidate.written), tuple(sorted(levels.groups.items())))
         if key not in self._times:
-            layouts = [one for one in self._samples() if serves(candidate, one, levels)]
-            turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank) for one in layouts]
+            layouts = [one for one in self._samples() if _serves(candidate, one, levels)]
+            occupied = self._occupied_below(candidate.most_occupied)
+            turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank, occupied) for one in layouts]
             most = max(map(len, turns), default=0)  # a bucket of vectors alone may need fewer messages
             timed = [(one.numel, own) for one, own in zip(layouts, turns, strict=True) if len(own) == most]
             names = [f"cpu_s of {candidate.said} for {numel} numbers" for numel, own in timed for _ in own]
             agreed = iter(_largest(self.pump, names, [seconds for _, own in timed for seconds in own]))
             self._times[key] = EncodeTimes(tuple((numel, tuple(next(agreed) for _ in own)) for numel, own in timed))
         return self._times[key]
+
+    def serves(self, candidate: Candidate, where: Layout) -> bool:
+        """Return whether a candidate can and should serve a bucket; the same on all ranks."""
+        is_sparse_enough = self._occupied_of(where) <= candidate.most_occupied
+        return is_sparse_enough and _serves(candidate, where, self.pump.channel.levels)
+
+    def _occupied_of(self, where: Layout) -> float:
+        """Return the part of a bucket that is not zero on some rank; 1 where nothing is known."""
+        return sum(self.occupied.get(e.name, 1.0) * e.numel for e in where.entries) / max(1, where.numel)
+
+    def _occupied_below(self, most: float) -> float:
+        """Return the part in use of all the parameters of which that is at most `most`; 1 where that is any."""
+        if most == 1.0:
+            return 1.0
+        parts = {n: part for n, part in self.occupied.items() if part <= most}
+        numel = sum(self.params[n].numel() for n in parts)
+        return sum(part * self.params[n].numel() for n, part in parts.items()) / numel if numel else 1.0
 
     def _samples(self) -> list[Layout]:
         """Return a bucket of this model near each size that is timed, ascending; of a small model fewer."""
@@ -266,8 +298,8 @@ def _largest(pump: CommThread, names: Sequence[str], mine: Sequence[float]) -> t
     return tuple(map(max, zip(*rows, strict=True)))
 
 
-def serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
-    """Return whether a candidate can and should serve a bucket among these ranks."""
+def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
+    """Return whether a candidate can and should serve a bucket among these ranks, whatever part of it is zero."""
     ranks = max(map(len, levels.groups["all"]))
     if where.numel < candidate.least_numel or (candidate.hub and (ranks - 1) * where.nbytes > LARGEST_BUCKET_BYTES):
         return False
@@ -281,22 +313,43 @@ def serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
 _Prices: TypeAlias = tuple[tuple[PricedMessage, ...], int]
 
 
-def _on_wire(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> _Prices:
+def _on_wire(
+    exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network, occupied: float = 1.0
+) -> _Prices:
     """Return (prices of the messages, bytes of the rank that sends most)."""
-    return priced(_traffic(exchange, where, levels), levels, links)
+    return priced(_traffic(exchange, where, levels, occupied), levels, links)
 
 
-def _traffic(exchange: Exchange, where: Layout, levels: ProcessGroups) -> dict[int, tuple[Traffic, ...]]:
+def _traffic(
+    exchange: Exchange, where: Layout, levels: ProcessGroups, occupied: float = 1.0
+) -> dict[int, tuple[Traffic, ...]]:
     """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones."""
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
     asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
-    return {r: exchange.traffic(where, levels, r) for r in asked}
+    return {r: exchange.expected_traffic(where, levels, r, occupied) for r in asked}
 
 
 def _wire_seconds(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> float:
     """Return the seconds of an exchange's messages, one after the other."""
     return wire_seconds(_traffic(exchange, where, levels), levels, links)[0]
+
+
+def _occupied(pump: CommThread, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return by parameter the part of its gradient, in blocks, that is not zero on some rank: at most the ranks' sum.
+
+    Empty without gradients. All ranks must call it.
+    """
+    if not gradients:
+        return {}
+    mine = [_part_in_use(g) for g in gradients.values()]
+    parts = gathered(pump.channel, mine).sum(0).clamp(max=1.0).tolist()
+    return dict(zip(gradients, parts, strict=True))
+
+
+def _part_in_use(gradient: Tensor) -> float:
+    used = torch.nn.functional.pad(gradient.flatten() != 0, (0, -gradient.numel() % _BLOCK))
+    return float(used.view(-1, _BLOCK).any(1).float().mean()) if gradient.numel() else 1.0
 
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
+from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
@@ -27,14 +28,10 @@ from gossamer.plan.exchange import (
     CANDIDATES,
     PERIODS,
     Calibration,
-    Candidate,
     Decision,
-    StepMeasurements,
     StepTimes,
     across_islands,
-    choose,
     choose_period,
-    choose_uniform,
     written_of,
 )
 from gossamer.policy import Policy
@@ -76,16 +73,11 @@ class ExchangeSelector:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
-    _measured: ExchangeProfile | None = None
-    _rehearsal: Rehearsal = field(default_factory=Rehearsal)
+    _basis: ChoiceBasis | None = None  # of the decision
     _decision: Decision | None = None
-    _facts: tuple[StepMeasurements, ...] = ()  # that the decision is based on, by size of buckets
-    _links: Network | None = None
-    _slowed: Calibration = field(default_factory=Calibration)  # what steps have shown, beside the profile
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
-    _host: int = -1  # the number of this rank's host; -1: unknown
-    _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host, once links were measured; empty where unknown
+    _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
 
     def settle(self, *, automatic: bool, hosts: int, host: int = -1) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
@@ -95,7 +87,8 @@ class ExchangeSelector:
         it.
         """
         asked, several = self.methods, hosts > 1
-        self._host = host if several else -1
+        if several and host >= 0:
+            self._hosts = hosts_of(self.pump.channel, host)
         if (loop := asked.sync.loop) is not None:
             islands = self.plan.islands or self._islands(hosts)
             self.plan = self._local_updates().part(loop, islands, self.run.policy, self.links)
@@ -136,7 +129,7 @@ class ExchangeSelector:
 
     def _choose_period(self, decision: Decision, links: Network) -> None:
         """Choose between synchronous and local-update training."""
-        assert self._measured is not None
+        assert self._basis is not None
         links = links_of_islands(links, self.plan.islands) if self.plan.islands else links
         islands = self.plan.islands or tuple((rank,) for rank in self.pump.channel.levels.everyone)
         periods = [period for period in PERIODS if bool(period.second_moments) == self.run.second_moments]
@@ -144,7 +137,7 @@ class ExchangeSelector:
         loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
         cut, levels = min(BUCKET_BYTES, self._largest_bytes), ProcessGroups.islands(islands)
-        facts = self._measured.round_facts(loop, links, levels, self.plan.units, cut).corrected(self._slowed)
+        facts = self._basis.profile.round_facts(loop, links, levels, self.plan.units, cut).corrected(self._basis.slowed)
         chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
@@ -196,35 +189,29 @@ class ExchangeSelector:
 
     def _tried(self) -> Decision:
         """Time steps with the choice, correct the measurements by them, and choose again; return the best one tried."""
-        assert self._decision is not None
-        steps, trials = self.run.trials, Trials(self.run.steps)
-        if not (self._is_comparable and trials.have_time_for(self._decision)) or self._rehearsal.sick:
+        assert self._decision is not None and self._basis is not None
+        steps, trials, rehearsal = self.run.trials, Trials(self.run.steps), self._basis.rehearsal
+        if not (self._is_comparable and trials.have_time_for(self._decision)) or rehearsal.sick:
             return self._decision
         while steps is not None:
-            one = Trial.of(self._decision, steps.times(self.plan, self._rehearsal.batch))
+            one = Trial.of(self._decision, steps.times(self.plan, rehearsal.batch))
             trials = trials.and_then(one)
             self.tell(f"exchange: {one.show()}", 0)
-            self._correct(one.slower)
-            following = trials.following(self._solve(), self._solve(choose_uniform))
+            self._basis = self._basis.corrected(one.slower)
+            following = trials.following(self._basis.fastest(), self._basis.fastest_uniform())
             if following is None:
-                best = trials.best.decision
-                return self._settle_on(best if self.run.lossy else best.advised(*self._facts))
+                return self._settle_on(self._basis.told(trials.best.decision))
             self._settle_on(following)
         return self._decision
 
-    def _correct(self, slower: Calibration) -> None:
-        """Correct the measurements by what steps have shown."""
-        self._slowed = self._slowed.then(slower)
-        self._facts = tuple(slower.applied(one) for one in self._facts)
-
     def _recalibrated(self, step: int, times: StepTimes) -> Replan | None:
         """Correct the measurements by what steps took, and return what is then worth a change."""
-        assert self._decision is not None and self._links is not None and self._steps.expected is not None
+        assert self._decision is not None and self._basis is not None and self._steps.expected is not None
         said = f"steps {times.show()}, expected: {self._steps.expected.show()}"
         best, before = self._decision.best, self.plan
         found = Calibration.fit(best.facts, best.picked, times)
-        self._correct(found)
-        decision, now = self._settle_on(self._solve()), best.on(found.applied(best.facts))
+        self._basis = self._basis.corrected(found)
+        decision, now = self._settle_on(self._basis.fastest()), best.on(found.applied(best.facts))
         said += f" ({found.show()})"
         if decision.written != before.exchange and decision.replaces(now):
             if (changed := self._replaced(before, step, said)) is not None:
@@ -325,9 +312,7 @@ class ExchangeSelector:
         return links
 
     def _probe(self, *, ways: bool = False) -> Network:
-        """Measure the links. All ranks call it together; the first call gathers which ranks share a host."""
-        if self._host >= 0 and not self._hosts:
-            self._hosts = hosts_of(self.pump.channel, self._host)
+        """Measure the links. All ranks call it together."""
         return probe(self.pump.channel, ways=ways, hosts=self._hosts)
 
     def _learn(self, links: Network) -> None:
@@ -338,27 +323,24 @@ class ExchangeSelector:
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links)
-        self._links = links_of_islands(links, self.plan.islands)
-        facts = self._measure(step).facts(self._links, self._candidates, self._largest_bytes)
-        self._facts = tuple(self._slowed.applied(one) for one in facts)
-        return self._settle_on(self._solve())
-
-    @property
-    def _candidates(self) -> tuple[Candidate, ...]:
-        return across_islands(CANDIDATES) if self.plan.islands else CANDIDATES
-
-    def _solve(self, by: Callable[..., Decision] | None = None) -> Decision:
-        """Choose by the measurements there are, with `choose` or another solver."""
-        assert self._measured is not None
-        lossy = self.run.lossy and self._measured.knows
-        return (by or choose)(*self._facts, lossy=lossy, candidates=self._candidates)
+        profile, rehearsal = self._profiled(step)
+        self._basis = ChoiceBasis.of(
+            profile,
+            rehearsal,
+            links_of_islands(links, self.plan.islands),
+            across_islands(CANDIDATES) if self.plan.islands else CANDIDATES,
+            largest_bytes=self._largest_bytes,
+            lossy=self.run.lossy,
+            before=self._basis,
+        )
+        return self._settle_on(self._basis.fastest())
 
     def _settle_on(self, decision: Decision) -> Decision:
         """Write a decision to the plan, with its reason and estimate."""
-        assert self._links is not None
+        assert self._basis is not None
         self._decision = decision
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = _planned(self.plan, decision, self._links, self._price(decision.written), self._rehearsal.remark)
+        self.plan = _planned(self.plan, decision, self._basis, self._price(decision.written))
         return decision
 
     @property
@@ -374,18 +356,18 @@ class ExchangeSelector:
         given = [list(island) for island in self.plan.islands]
         return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
 
-    def _measure(self, step: int) -> ExchangeProfile:
+    def _profiled(self, step: int) -> tuple[ExchangeProfile, Rehearsal]:
         """Return the profile, measured once; compression errors are measured again while they are unknown."""
-        if self._measured is None or not self._measured.knows:
-            params = trainable(self.engine.module)
-            profile, self._rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
-            self._measured = ExchangeProfile.by(profile, params, CANDIDATES, self.pump, knows=not self._rehearsal.sick)
-        return self._measured
+        if self._basis is not None and self._basis.profile.knows:
+            return self._basis.profile, self._basis.rehearsal
+        params = trainable(self.engine.module)
+        timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
+        return ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick), rehearsal
 
 
-def _planned(plan: Plan, decision: Decision, links: Network, cost: Cost, beside: str) -> Plan:
-    link = links.levels.get("between", links.levels["all"])
-    said = f"{decision.reason}{beside} (links: {link.show()})"
+def _planned(plan: Plan, decision: Decision, basis: ChoiceBasis, cost: Cost) -> Plan:
+    link = basis.links.levels.get("between", basis.links.levels["all"])
+    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()})"
     line = decision.forecast
     times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
     return plan.model_copy(

@@ -80,6 +80,15 @@ class Exchange(ABC):
         Every rank has the same number of them. Without `traits.fixed_size` they are upper limits.
         """
 
+    def expected_traffic(
+        self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float
+    ) -> tuple[Traffic, ...]:
+        """Return the messages about a bucket of which all but the fraction `occupied` is zero on every rank.
+
+        By default those of `traffic`: few methods send less of what is zero.
+        """
+        return self.traffic(layout, levels, rank)
+
     def contraction(self, layout: Layout) -> float | None:
         """Return delta, where E|lost|^2 <= (1 - delta)|x|^2 holds for every x; None where no delta > 0 does."""
         return 1.0 if self.traits.lossless else None

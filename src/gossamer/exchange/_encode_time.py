@@ -15,18 +15,29 @@ from gossamer.exchange._compression_error import Measurable
 _REPEATS = 2
 
 
+_ROW = 256  # numbers that are zero together, as in a row of a table that nobody has looked up
+
+
 def seconds_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int) -> float:
     """Return the compute seconds of one exchange of such a bucket, as `rank` (see `turn_seconds_of`)."""
     return sum(turn_seconds_of(exchange, layout, levels, rank))
 
 
-def turn_seconds_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[float, ...]:
+def turn_seconds_of(
+    exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int, occupied: float = 1.0
+) -> tuple[float, ...]:
     """Return the compute seconds of one exchange before each of its messages and after the last one.
 
     Runs as `rank`, with the threads of this process, on normally distributed numbers over a loopback channel, which
-    answers at once. Returns the medians of two repeats, after a warm-up.
+    answers at once; of the rows of the bucket only the fraction `occupied` is not zero. Returns the medians of two
+    repeats, after a warm-up.
     """
-    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)).to(layout.dtype).to(layout.device)
+    rng = torch.Generator().manual_seed(0)
+    flat = torch.randn(layout.numel, generator=rng)
+    if occupied < 1.0:
+        is_zero = torch.rand(-(-layout.numel // _ROW), generator=rng) >= occupied
+        flat[is_zero.repeat_interleave(_ROW)[: layout.numel]] = 0.0
+    flat = flat.to(layout.dtype).to(layout.device)
     state, times = exchange.init(layout), list[list[float]]()
     for step in range(_REPEATS + 1):
         outcome, turns = _exchanged(exchange, Bucket(layout, flat.clone()), state, _round(levels, rank, step))

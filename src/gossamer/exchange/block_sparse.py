@@ -13,6 +13,7 @@ Good when: gradients are sparse by themselves: embeddings, experts that saw no t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +71,13 @@ class BlockSparse(Exchange):
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         blocks = -(-layout.numel // self.block_size)
         return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(Collective.SUM, layout.numel, 4)
+
+    def expected_traffic(
+        self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float
+    ) -> tuple[Traffic, ...]:
+        bitmap, _ = self.traffic(layout, levels, rank)
+        blocks = math.ceil(occupied * layout.numel / self.block_size)
+        return bitmap, Traffic(Collective.SUM, min(layout.numel, blocks * self.block_size), 4)
 
 
 def _used(flat: Tensor, block: int) -> Tensor:

@@ -221,9 +221,14 @@ class Hierarchical(Exchange):
         return form.read(arrived, here, agreed).to(here.whole.dtype)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        return self.expected_traffic(layout, levels, rank, 1.0)
+
+    def expected_traffic(
+        self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float
+    ) -> tuple[Traffic, ...]:
         here = IslandShare.of(layout, levels, rank)
         there, back = self._inside(here)
-        return (there, *traffic_across(self.inter, here, rank), back)
+        return (there, *traffic_across(self.inter, here, rank, occupied), back)
 
     def for_island(self) -> Exchange:
         """Return an all-reduce, or two_shot with the codec `intra_codec`."""

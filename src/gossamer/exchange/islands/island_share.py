@@ -117,9 +117,9 @@ def across(between: Exchange, x: Bucket, state: ExchangeState, at: ExchangeConte
     return out
 
 
-def traffic_across(between: Exchange, here: IslandShare, rank: int) -> tuple[Traffic, ...]:
-    """Return the messages of `across`."""
-    inner = between.traffic(here.mine.layout, here.levels.only("between"), rank)
+def traffic_across(between: Exchange, here: IslandShare, rank: int, occupied: float = 1.0) -> tuple[Traffic, ...]:
+    """Return the messages of `across`, for a bucket of which the part `occupied` is not zero on some rank."""
+    inner = between.expected_traffic(here.mine.layout, here.levels.only("between"), rank, occupied)
     nothing = (Traffic(Collective.SUM, 0, 1),) * (rounds_across(between, here) - len(inner))
     return tuple(replace(t, level="between") for t in (*inner, *nothing))
 

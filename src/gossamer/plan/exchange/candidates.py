@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gossamer.spec.method_config import Written
 
@@ -14,7 +14,8 @@ class Candidate:
 
     `said`: its name for the user. `lossy`: needs the user's permission. `least_numel`: buckets with fewer elements are
     not worth its calls. `within`: the exchange between islands inside it, whose compression error is its own.
-    `hub`: one rank receives the buckets of all others at once, so its memory bounds them.
+    `hub`: one rank receives the buckets of all others at once, so its memory bounds them. `most_occupied`: buckets of
+    which a larger part is not zero on some rank are not served.
     """
 
     written: Written
@@ -23,6 +24,7 @@ class Candidate:
     least_numel: int = 0
     within: Written = ""
     hub: bool = False
+    most_occupied: float = 1.0
 
     @property
     def loses_as(self) -> Written:
@@ -41,13 +43,14 @@ def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def _between(one: Candidate) -> Candidate:
     written: Written = {"hierarchical": {"inter": one.written}}
-    return Candidate(written, f"{one.said} between islands", one.lossy, one.least_numel, one.written, one.hub)
+    return replace(one, written=written, said=f"{one.said} between islands", within=one.written)
 
 
 CANDIDATES: tuple[Candidate, ...] = (
     Candidate("dense", "all-reduce", lossy=False),
     Candidate("recursive_doubling", "recursive doubling", lossy=False),
     Candidate("star", "star", lossy=False, hub=True),
+    Candidate("block_sparse", "sparse all-reduce", lossy=False, most_occupied=0.5),
     Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),

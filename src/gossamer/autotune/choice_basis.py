@@ -1,0 +1,72 @@
+"""What a choice of exchanges is based on: the profile of a step on the links, corrected by what steps have shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gossamer.autotune.exchange_profile import ExchangeProfile
+from gossamer.autotune.rehearsal import Rehearsal
+from gossamer.plan.exchange import Calibration, Candidate, Decision, StepMeasurements, choose, choose_uniform
+from gossamer.spec.network import Network
+
+_AS_MEASURED = Calibration()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceBasis:
+    """The measurements that a choice is based on.
+
+    `facts`: those of a step with any of the `candidates` on the `links`, by size of buckets. `slowed`: by how much
+    steps have shown that more is to be expected; the facts contain it. `lossy`: whether lossy exchanges are allowed.
+    """
+
+    profile: ExchangeProfile
+    rehearsal: Rehearsal
+    links: Network
+    candidates: tuple[Candidate, ...]
+    facts: tuple[StepMeasurements, ...]
+    slowed: Calibration
+    lossy: bool
+
+    @staticmethod
+    def of(
+        profile: ExchangeProfile,
+        rehearsal: Rehearsal,
+        links: Network,
+        candidates: tuple[Candidate, ...],
+        *,
+        largest_bytes: int,
+        lossy: bool,
+        before: ChoiceBasis | None,
+    ) -> ChoiceBasis:
+        """Return the measurements for these links, with the corrections of the basis `before`.
+
+        `largest_bytes`: of a bucket. All ranks must call it together.
+        """
+        slowed = before.slowed if before else _AS_MEASURED
+        facts = tuple(slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes))
+        return ChoiceBasis(
+            profile=profile,
+            rehearsal=rehearsal,
+            links=links,
+            candidates=candidates,
+            facts=facts,
+            slowed=slowed,
+            lossy=lossy and profile.knows,
+        )
+
+    def corrected(self, by: Calibration) -> ChoiceBasis:
+        """Return the measurements with one more correction."""
+        return replace(self, slowed=self.slowed.then(by), facts=tuple(by.applied(one) for one in self.facts))
+
+    def fastest(self) -> Decision:
+        """Return the buckets of the shortest step with the exchange of each."""
+        return choose(*self.facts, lossy=self.lossy, candidates=self.candidates)
+
+    def fastest_uniform(self) -> Decision:
+        """Return the buckets of the shortest step with one exchange for all of them."""
+        return choose_uniform(*self.facts, lossy=self.lossy, candidates=self.candidates)
+
+    def told(self, decision: Decision) -> Decision:
+        """Return the same choice, whose reason says what lossy exchanges would save where they are not allowed."""
+        return decision if self.lossy else decision.advised(*self.facts)
