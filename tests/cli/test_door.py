@@ -59,7 +59,7 @@ def refused(tmp_path: Path, model: Any, data: Any = "", config: Any = None) -> s
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Net, "model: wanted a model, got the class Net: give one of them: Net(...)"),
+        (Net, "model: wanted a model, got the class Net: give an instance: Net(...)"),
         (make, "model: wanted a model, got a function: give what it returns, or {'factory': 'package.module:make'}"),
         (3, "model: wanted a model, got an int: give a module"),
         (None, "model: wanted a model, got a NoneType: give a module"),

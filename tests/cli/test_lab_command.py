@@ -36,7 +36,7 @@ def test_the_command_line_becomes_a_topology():
         ({"rate": "fast"}, "rate: wanted a rate such as 100mbit"),
         ({"inter_rate": "5"}, "inter-rate: wanted a rate"),
         ({"islands": "2y2"}, "islands: wanted islands such as 2x2 or 3,1"),
-        ({"islands": "2x2"}, "islands: wanted islands of together 2 hosts"),
+        ({"islands": "2x2"}, "islands: wanted island sizes that sum to 2 hosts"),
         ({"cpu": "1,x"}, "cpu: wanted numbers"),
         ({"cpu": "1"}, "cpu: wanted 2 positive numbers"),
         ({"memory": "lots"}, "memory: wanted memory such as"),
@@ -90,7 +90,7 @@ class TestStanding:
             assert f"removed: {prefix}" in lab("down", prefix).stdout
             process.stdout.read()
         assert process.returncode == 0 and prefix not in standing()
-        with pytest.raises(BadInput, match="wanted a standing laboratory, got 'gsm0x0'"):
+        with pytest.raises(BadInput, match="wanted the name of a running emulated network, got 'gsm0x0'"):
             app(["down", "gsm0x0"], result_action="return_value")
 
     def test_up_and_down_end_with_one_json_object(self):

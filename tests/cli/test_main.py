@@ -344,7 +344,9 @@ def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
         return done.returncode, done.stderr
 
     code, said = told("train", "run.yaml")
-    assert code == 0 and said == "Done, but not told: standard output takes nothing more: No space left on device\n"
+    assert code == 0 and said == (
+        "The command is done, but its result is not printed: cannot write to standard output: No space left on device\n"
+    )
     code, said = told("methods")
     assert code == 3 and "The answer could not be written:" in said and "Traceback" not in said
     closed = subprocess.run(

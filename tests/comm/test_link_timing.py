@@ -205,7 +205,7 @@ def test_a_time_that_is_none_is_refused_with_level_and_rank(on, bad: float) -> N
         return str(caught.value)
 
     (message,) = set(on(4, links, said))
-    assert "at level 'all', got" in message and "on rank 2" in message and message.startswith("plan.exchange: ")
+    assert "(process group 'all'), got" in message and "on rank 2" in message and message.startswith("plan.exchange: ")
 
 
 @pytest.mark.parametrize("level", ["all", "neighbors"])

@@ -112,7 +112,7 @@ def test_a_rank_that_awaits_other_rows_is_told_who_sent_what() -> None:
     first, second = LocalChannel.world(2)
     first.start(Message((torch.zeros(3, 2),), Collective.SHUFFLE, "all", (0, 3), (0, 0)))
     awaited = second.start(Message((torch.zeros(0, 2),), Collective.SHUFFLE, "all", (0, 0), (2, 0)))
-    with pytest.raises(WireMismatch, match=r"rank 0 sends .*3, 2.* to rank 1, which awaits .*2, 2"):
+    with pytest.raises(WireMismatch, match=r"rank 0 sends .*3, 2.* to rank 1, which expects .*2, 2"):
         awaited.wait()
 
 

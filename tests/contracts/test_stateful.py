@@ -245,7 +245,7 @@ def test_another_number_of_ranks_takes_back_what_all_share(way: str, ranks: int,
 def test_rows_that_each_rank_stored_for_itself_are_for_as_many_ranks(tmp_path: Path) -> None:
     way = WAYS["sharded_by_rank"]
     source = saved(way, run_of(way, 2, seed=3), tmp_path, on_disk)
-    for other, said in ((way, "resume with as many ranks"), (WAYS["replicated"], "plan.sharding that it was saved")):
+    for other, said in ((way, "resume with 2 ranks"), (WAYS["replicated"], "plan.sharding that it was saved")):
         contents, _ = rank_of(other, 0, 3, seed=4)
         refuses(contents, source, said)
 
@@ -288,7 +288,7 @@ def test_a_source_of_another_rule_or_model_is_refused_before_anything_moves(way:
     momentum = Way(WAYS[way].sharding, WAYS[way].sync, WAYS[way].exchange, optimizer={"sgd": {"momentum": 0.9}})
     source = saved(momentum, run_of(momentum, 2, seed=3), tmp_path, in_memory)
     contents, _ = rank_of(WAYS[way], 0, 2, seed=4)
-    refuses(contents, source, "trained with another update rule")
+    refuses(contents, source, "trained with another optimizer")
     assert isinstance(source, Memory)
     source = saved(WAYS[way], run_of(WAYS[way], 2, seed=3), tmp_path, in_memory)
     assert isinstance(source, Memory)

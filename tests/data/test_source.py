@@ -25,7 +25,7 @@ def refused(written: str | dict[str, object]) -> str:
     ("written", "said"),
     [
         ("stdlb", "no source is called 'stdlb': did you mean 'stdlib'?"),
-        ("stdlib:x", "stdlib takes nothing after it"),
+        ("stdlib:x", "wanted stdlib without a value, got 'stdlib:x': write stdlib alone"),
         ("text", "wanted text:FILES, got 'text'"),
         ("jsonl: ", "wanted jsonl:FILES"),
         ("hf:", "wanted hf:DIRECTORY"),
@@ -77,7 +77,7 @@ def test_a_link_to_nothing_is_named(tmp_path: Path, pattern: str) -> None:
         ('{"text": 7}', "wanted a string in field 'text'"),
         ('{"text": null}', "got NoneType"),
         ('{"text": "\\ud83d"}', "half of a surrogate pair"),
-        (b'{"text": "\xe9"}', "wanted UTF-8"),
+        (b'{"text": "\xe9"}', "wanted UTF-8 text"),
     ],
 )
 def test_bad_json_lines_are_named(tmp_path: Path, line: str | bytes, said: str) -> None:

@@ -157,7 +157,7 @@ def test_a_text_without_tokens_leaves_its_bytes_over(tmp_path: Path) -> None:
     ("written", "said"),
     [
         ("bite", "no tokenizer is called 'bite': did you mean 'byte'"),
-        ("byte:7", "takes nothing after it"),
+        ("byte:7", "wanted byte without a value, got 'byte:7': write byte alone"),
         ("bpe", "wanted bpe:VOCABULARY"),
         ("bpe:", "wanted bpe:VOCABULARY"),
         ("bpe:many", "wanted a whole number, got 'many'"),
@@ -177,7 +177,7 @@ def test_hf_folders_that_cannot_be_used(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(BadInput, match="is no JSON"):
+    with pytest.raises(BadInput, match="is not JSON"):
         made(f"hf:{broken}", tmp_path)
     (broken / "tokenizer.json").write_text('{"added_tokens": [{"content": "</s>"}], "model": {}}')
     with pytest.raises(BadInput, match="intact"):

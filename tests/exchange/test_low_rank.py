@@ -91,7 +91,7 @@ def test_a_left_factor_in_eight_bits_spans_nearly_the_same_space_and_loses_nothi
 
 
 def test_feedback_inside_a_factor_is_refused() -> None:
-    with pytest.raises(BadInput, match="put feedback around"):
+    with pytest.raises(BadInput, match="wanted an exchange without error feedback for the low-rank factor P"):
         PowerSgd(p_exchange=ErrorFeedback(TwoShot(Int8())))
 
 

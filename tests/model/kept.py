@@ -444,11 +444,11 @@ class LogDecidesByAnotherTensor(LogDecidesByATensor):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "late": (Late, r"got what blocks\.3 gives, .*inlet computes with it"),
-    "late_in_memory": (LateInMemory, r"got what blocks\.3 gives, .*inlet computes with it"),
-    "sometimes": (Sometimes, r"got what blocks\.0 gives, .*outlet computes with it"),
+    "late": (Late, r"got the output of blocks\.3, .*inlet computes with it"),
+    "late_in_memory": (LateInMemory, r"got the output of blocks\.3, .*inlet computes with it"),
+    "sometimes": (Sometimes, r"got the output of blocks\.0, .*outlet computes with it"),
     "sometimes_a_mask": (SometimesAMask, r"got output 1 of blocks\.0, .*outlet computes with it"),
-    "sometimes_a_branch": (SometimesABranch, r"got what blocks\.0 gives, .*reads a number of it .*kept\.py:\d+"),
+    "sometimes_a_branch": (SometimesABranch, r"got the output of blocks\.0, .*reads a value of it .*kept\.py:\d+"),
     "log": (LogDecides, r"wanted the update of log .*stage 0 does not have \(its last unit is blocks\.0\)"),
     "log_by_a_tensor": (
         LogDecidesByATensor,
@@ -458,5 +458,5 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         LogDecidesByAnotherTensor,
         r"wanted the update of log .*stage 0 does not have \(its last unit is blocks\.0\)",
     ),
-    "sometimes_inside": (SometimesInside, r"stage 2 .*got what blocks\.0 gives, .*blocks\.3 computes with it"),
+    "sometimes_inside": (SometimesInside, r"stage 2 .*got the output of blocks\.0, .*blocks\.3 computes with it"),
 }

@@ -127,15 +127,15 @@ def test_a_part_of_saved_weights_is_read_without_the_whole(tmp_path: Path) -> No
 
 
 REFUSED = {
-    "Sliced": "blocks.0.mix.weight, which was computed from a parameter",
-    "sliced_data": "blocks.0.mix.weight, which was computed from a parameter",
+    "Sliced": "blocks.0.mix.weight, which the constructor computed from a parameter",
+    "sliced_data": "blocks.0.mix.weight, which the constructor computed from a parameter",
     "Followed": "embed.weight (stage 0) and head.first (stage 2)",
     "tied_by_data": "embed.weight (stage 0) and head.weight (stage 2)",
-    "expanded": "head.bias numbers of its own, got one number, repeated",
+    "expanded": "head.bias memory for every element, got one number, repeated",
     "never_called": "head.weight of a lazy module that was never called",
-    "from_the_system": "got others for head.weight",
-    "from_the_clock": "same numbers every time it runs, got others for head.bias",
-    "from_numpy_unseeded": "same numbers every time it runs, got others for head.bias",
+    "from_the_system": "got different numbers for head.weight",
+    "from_the_clock": "same numbers every time it runs, got different numbers for head.bias",
+    "from_numpy_unseeded": "same numbers every time it runs, got different numbers for head.bias",
 }
 
 

@@ -189,7 +189,7 @@ class Pushing(Layer):
 def test_a_tensor_that_leaves_a_unit_by_no_known_way_is_refused_by_name() -> None:
     module = Leaking()
     flow = flow_of(module, {"x": rows()})
-    with pytest.raises(BadInput, match=r"blocks\.0 to return.*read by the end of the forward"):
+    with pytest.raises(BadInput, match=r"blocks\.0 to return.*which the end of the forward reads"):
         stage_specs(module, flow, balanced_split(flow, 2))
 
 

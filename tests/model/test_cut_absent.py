@@ -84,7 +84,7 @@ def test_what_is_read_and_not_there_is_refused_by_name(kind: str) -> None:
 
 def absent(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> tuple[Tensor, StageAbsence]:
     absence = StageAbsence(1)
-    return absence.tensor(Produced(shape, dtype, torch.device("cpu"), needs_grad), "what blocks.0 gives"), absence
+    return absence.tensor(Produced(shape, dtype, torch.device("cpu"), needs_grad), "the output of blocks.0"), absence
 
 
 LOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -113,7 +113,7 @@ LOOKS: dict[str, Callable[[Tensor], object]] = {
 def test_a_number_of_it_can_not_be_read(look: str) -> None:
     x, absence = absent(3, 4)
     with pytest.raises(
-        BadInput, match=r"stage 1 .*blocks\.0 gives.*reads a number of it .* at test_cut_absent\.py:\d+"
+        BadInput, match=r"stage 1 .*the output of blocks\.0.*reads a value of it .* at test_cut_absent\.py:\d+"
     ):
         with absence.forward():
             LOOKS[look](x)
@@ -196,7 +196,7 @@ def test_memory_that_it_was_written_to_is_absent_until_it_is_written_anew() -> N
 
 def test_a_refusal_is_raised_at_the_end_whoever_caught_it() -> None:
     x, absence = absent(4)
-    with pytest.raises(BadInput, match="reads a number"), absence.forward():
+    with pytest.raises(BadInput, match="reads a value of it"), absence.forward():
         try:
             x.tolist()
         except Exception:
@@ -215,7 +215,7 @@ def test_a_loss_of_what_is_not_there_is_refused() -> None:
                 x = block(x if self.calls else first)
             return self.outlet(x) if self.calls < 3 else self.outlet(x) + first.mean()
 
-    with pytest.raises(BadInput, match=r"stage 2 .*got what inlet gives.*the loss is computed from it"):
+    with pytest.raises(BadInput, match=r"stage 2 .*got the output of inlet.*the loss is computed from it"):
         compare(Ghostly())
 
 

@@ -124,9 +124,15 @@ def labeled(block: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "views_that_are_written": (net(viewed, doubled), r"blocks\.\d to return .*memory of their own.*outputs 0, 1"),
-    "labeled": (net(labeled, lambda m, i, got: got * getattr(got, "gain", 1.0)), r"blocks\.\d to give a plain.*gain"),
-    "hooked_and_read_in_two_stages": (net(between=hooked_sum), r"readers of blocks\.0 in one stage, for a hook is set"),
+    "views_that_are_written": (net(viewed, doubled), r"blocks\.\d to return .*share no memory.*outputs 0, 1"),
+    "labeled": (
+        net(labeled, lambda m, i, got: got * getattr(got, "gain", 1.0)),
+        r"blocks\.\d to produce a plain.*attributes gain",
+    ),
+    "hooked_and_read_in_two_stages": (
+        net(between=hooked_sum),
+        r"readers of the output of blocks\.0 in one stage, as a hook is set",
+    ),
 }
 
 
@@ -153,7 +159,7 @@ def test_a_hook_on_a_parameter_of_several_stages_is_refused_and_one_of_a_single_
     assert len(stages_of(module, flow, balanced_split(flow, 2))) == 2
     module.inlet.weight.register_hook(lambda g: g.sign())
     stage = stages_of_hooked(module, flow)
-    with pytest.raises(BadInput, match=r"wanted inlet\.weight, which several stages hold, without hooks"):
+    with pytest.raises(BadInput, match=r"wanted no hook on inlet\.weight, which several stages hold"):
         stage()
 
 

@@ -128,7 +128,9 @@ def test_what_the_beginning_changes_is_kept_by_all_and_the_rest_by_who_has_what_
 def test_running_means_of_a_block_that_several_stages_call_are_refused() -> None:
     module = Blocks((0, 1, 2, 1, 3))
     flow = flow_of(module)
-    said = r"buffer blocks\.1\.norm\.\w+ to be changed in one.*blocks\.1 \(stage 0\), by blocks\.1@1 \(stage 1\): cut"
+    said = (
+        r"buffer blocks\.1\.norm\.\w+ to be changed in one.*blocks\.1 \(stage 0\), by blocks\.1@1 \(stage 1\): set plan"
+    )
     with pytest.raises(BadInput, match=said):
         stage_specs(module, flow, HALVES)
     single_stage = SplitPoints(("blocks.0", "blocks.3"))
@@ -146,7 +148,7 @@ def test_frozen_means_may_lie_in_several_stages() -> None:
 def test_a_buffer_read_early_and_changed_late_is_refused() -> None:
     module = Late("early")
     flow = flow_of(module)
-    with pytest.raises(BadInput, match=r"buffer mean to be read where .* \(stage 1\), got it read by blocks\.0, in st"):
+    with pytest.raises(BadInput, match=r"buffer mean to be read in .* \(stage 1\), got a read by blocks\.0, in stage"):
         stage_specs(module, flow, HALVES)
     assert len(stage_specs(module, flow, SplitPoints(("blocks.0",)))) == 1
 
@@ -155,7 +157,7 @@ def test_so_is_one_that_evaluation_reads_early_before_training_begins() -> None:
     module = Late("evaluation")
     ways = InputVariants(module, loss_of, HALVES)
     flow = ways.flow(plain.rows(0))
-    with pytest.raises(BadInput, match=r"buffer mean to be read where .* \(stage 1\), got it read by blocks\.0, in st"):
+    with pytest.raises(BadInput, match=r"buffer mean to be read in .* \(stage 1\), got a read by blocks\.0, in stage"):
         ways.know(plain.rows(0), flow, stage_specs(module, flow, HALVES))
 
 
@@ -185,5 +187,5 @@ class Learning(Blocks):
 
 def test_a_branch_on_a_buffer_that_is_right_elsewhere_is_refused() -> None:
     module = Learning()
-    with pytest.raises(BadInput, match=r"buffer count to be read where it is changed \(stage 1\)"):
+    with pytest.raises(BadInput, match=r"buffer count to be read in the stage that changes it \(stage 1\)"):
         stage_specs(module, flow_of(module), HALVES)

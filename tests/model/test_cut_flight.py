@@ -101,7 +101,7 @@ def test_a_backward_reads_what_its_own_forward_has_left(block: type[nn.Module], 
 def test_or_is_refused_where_nobody_knows_its_place() -> None:
     module = type("Other", (Net,), {"block": InAList})()
     flow = trace(module, lambda: loss_of(module, BATCHES[0]), units=unit_names(module))
-    with pytest.raises(BadInput, match="what a backward needs to be as its forward left it"):
+    with pytest.raises(BadInput, match="no in-place write to a tensor that a backward still needs"):
         in_flight(stages_of(module, flow, THIRDS), BATCHES)
 
 
@@ -250,5 +250,5 @@ def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[
         objective=loss.build("next_token"),
         device=torch.device("cpu"),
     )
-    with pytest.raises(BadInput, match="wanted a module whose units can be reached, got one that torch"):
+    with pytest.raises(BadInput, match="wanted a module whose submodules can be reached, got one that torch"):
         build_rank_model(ModuleSource(module), asked)

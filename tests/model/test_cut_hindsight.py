@@ -229,11 +229,11 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "around_skips": Skips,
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "classes": (of(UsesKeeps), "the class Keeps.kept.*set by blocks.0"),
+    "classes": (of(UsesKeeps), "the class Keeps.kept.*writes by blocks.0"),
     "counts": (UsesCounts, "changes the class CountsBackwards.count"),
     "recomputed": (of(CountsInside), r"changes blocks\.\d\.times"),
     "list": (HookOfTheList, "wanted body, which has backward hooks, in one stage"),
-    "replaced": (Replaced, "backward hooks and forward hooks that give another output"),
+    "replaced": (Replaced, "backward hooks and forward hooks that replace the output"),
     "node": (Nodes, "grad_fn of an output of blocks.0"),
     "gradient": (Penalty, "gradients that are taken in the forward .*blocks.3"),
     "another": (ReadsAnother, "reads blocks.0.last"),

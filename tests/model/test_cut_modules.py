@@ -218,7 +218,9 @@ def test_a_module_without_parts_is_refused() -> None:
             return x @ self.weight
 
     module = Flat()
-    with pytest.raises(BadInput, match=r"can be 2 stages, got one without repeated blocks.*name the modules"):
+    with pytest.raises(
+        BadInput, match=r"can be split into 2 stages, got one without repeated blocks.*name the modules"
+    ):
         balanced_split(flow_of(module, plain.rows(0)), 2)
 
 
@@ -286,7 +288,7 @@ def test_a_tensor_in_a_dict_of_a_block_is_sent_to_who_reads_it() -> None:
 def test_what_a_block_writes_into_its_argument_and_others_read_under_another_name_is_refused() -> None:
     module = plain_ways.InPlace(plain_ways.Rectifying)
     flow = flow_of(module, plain.rows(0))
-    with pytest.raises(BadInput, match=r"blocks\.3 to return.*read by head.*this one is before head"):
+    with pytest.raises(BadInput, match=r"blocks\.3 to return.*which head reads.*this one is before head"):
         stage_specs(module, flow, SplitPoints(("blocks.0", "head")))
     expected, _ = uncut(module, [plain.rows(0)])
     stages = stages_of(module, flow, SplitPoints(("blocks.0", "blocks.2")))  # both readers in one stage
@@ -300,7 +302,9 @@ def test_a_shape_that_depends_on_values_is_noticed_where_it_changes() -> None:
     stages = stages_of(module, flow, SplitPoints(("embed", "blocks.2")))
     expected, _ = uncut(module, batches[:1])
     assert_equal(run_lockstep(stages, loss_of, batches[:1]), expected, lambda _: False)
-    with pytest.raises(BadInput, match=r"blocks\.1 to give \(24, 16\) on stage 0.*got \(25, 16\).*pad it"):
+    with pytest.raises(
+        BadInput, match=r"blocks\.1 to produce a tensor of shape \(24, 16\) on stage 0.*got \(25, 16\).*pad it"
+    ):
         run_lockstep(stages, loss_of, batches[1:])
 
 
@@ -329,5 +333,7 @@ class Boxes(nn.Module):
 def test_an_object_that_nobody_can_rebuild_is_refused() -> None:
     module = Boxes()
     flow = flow_of(module, plain.rows(0))
-    with pytest.raises(BadInput, match=r"layers\.0 to return tensors.*dataclasses, got a Box.*no cut before layers\.1"):
+    with pytest.raises(
+        BadInput, match=r"layers\.0 to return tensors.*dataclasses, got a Box.*no split point before layers\.1"
+    ):
         stage_specs(module, flow, SplitPoints(("layers.0", "layers.1")))

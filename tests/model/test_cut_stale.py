@@ -239,7 +239,7 @@ class LooksLater(Net):
 
 
 def test_a_look_that_a_later_forward_begins_with_does_not_lose_what_comes_behind_it() -> None:
-    with pytest.raises(BadInput, match=r"wanted the update of (count|calls), .*such a number read before outlet"):
+    with pytest.raises(BadInput, match=r"wanted the update of (count|calls), .*such a read before outlet"):
         compare(LooksLater())
 
 

@@ -134,7 +134,7 @@ def test_weights_that_are_cut_short_or_incomplete_are_refused(saved: Path) -> No
         (hf("lama"), ["'lama'", "'llama'"]),
         (hf("t5"), ["t5", "factory"]),
         (hf("someone/some-model"), ["nothing is downloaded", "hf download someone/some-model"]),
-        (hf("/nowhere/at/all"), ["/nowhere/at/all", "not there"]),
+        (hf("/nowhere/at/all"), ["/nowhere/at/all", "does not exist"]),
         (ModelSection(), ["model.hf, model.gguf, model.factory", "none"]),
         (ModelSection(gguf="/nowhere.gguf"), ["model.gguf", "/nowhere.gguf"]),
         (ModelSection(factory="no_colon"), ["package.module:function", "no_colon"]),

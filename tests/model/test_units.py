@@ -56,9 +56,12 @@ def test_named_modules_are_units_and_so_is_all_else_that_owns_parameters() -> No
         (["inner.frist"], r"no module 'inner\.frist': did you mean 'inner\.first'"),
         ([""], "no module ''"),
         (["inner.first.mix.weight"], "no module"),
-        (["lists"], r"lists, a ModuleList, which nobody calls: name what is in it \(lists\.0, lists\.1\)"),
-        (["inner.first", "inner"], r"inner and inner\.first, which is inside"),
-        (["lists.0", "again"], r"again and lists\.0, which are one|lists\.0 and again, which are one"),
+        (["lists"], r"lists, a ModuleList, which has no forward: name the modules in it \(lists\.0, lists\.1\)"),
+        (["inner.first", "inner"], r"inner and inner\.first, which is inside inner: name"),
+        (
+            ["lists.0", "again"],
+            r"again and lists\.0, which are the same module|lists\.0 and again, which are the same module",
+        ),
     ],
 )
 def test_names_that_cannot_be_units_are_refused(names: list[str], says: str) -> None:

@@ -127,7 +127,7 @@ def test_a_copy_of_a_wrapped_model_reports_to_nobody() -> None:
     [
         ("maen", None, "loss: wanted one of read, mean, sum, got 'maen': did you mean 'mean'?"),
         (3, None, "loss: wanted one of read, mean, sum"),
-        ("sum", len, "weight: wanted no weight beside loss='sum'"),
+        ("sum", len, "weight: wanted no weight with loss='sum'"),
         ("mean", 2, "weight: wanted a function of a batch"),
     ],
 )

@@ -92,7 +92,7 @@ def test_fewer_rows_than_ranks_leave_a_spare_one_that_counts_nothing() -> None:
 
 def test_a_batch_that_is_not_as_large_as_the_loader_says_is_not_guessed_at() -> None:
     time_major = (torch.zeros(7, 4, 3), torch.zeros(7, 4))
-    with pytest.raises(BadInput, match="4, as the loader says"):
+    with pytest.raises(BadInput, match="4, the loader's batch size"):
         second(given_rows=4).share(time_major, is_last=False)
     assert second(given_rows=4).share((numbers(3),), is_last=True).rows == 1  # the last one may be short
 
@@ -149,7 +149,7 @@ def test_a_tuple_that_was_not_as_long_as_its_batch_before_is_of_no_rows() -> Non
 def test_as_many_tensors_as_rows_of_as_many_rows_are_asked_for() -> None:
     weights = [torch.full((4,), float(i)) for i in range(4)]
     for batch in ({"x": numbers(4), "w": weights}, (numbers(4), tuple(weights)), weights):
-        with pytest.raises(BadInput, match="4 tensors of as many rows"):
+        with pytest.raises(BadInput, match="4 tensors of 4 rows each"):
             second().share(batch)
     told = {"x": 0, **{f"w.{i}": 0 for i in range(4)}}
     assert [len(one) for one in second(rows=told).share({"x": numbers(4), "w": weights}).batch["w"]] == [2] * 4

@@ -28,7 +28,7 @@ def told(*counted: tuple[Kind, float]) -> StatusRows:
     ],
 )
 def test_a_divisor_that_is_the_same_everywhere_may_be_a_constant(counted: list[tuple[Kind, float]]) -> None:
-    with pytest.raises(BadInput, match="what this rank counts or a constant"):
+    with pytest.raises(BadInput, match="a count of each rank's labels or a constant"):
         told(*counted).check()
 
 

@@ -38,7 +38,7 @@ class Around(torch.optim.Optimizer):
 
 def test_an_optimizer_that_was_not_constructed_as_one_is_refused() -> None:
     inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
-    with pytest.raises(BadInput, match=r"Around, which does not.*the optimizer that it is made around"):
+    with pytest.raises(BadInput, match=r"Around, which does not.*the optimizer inside Around to gossamer\.wrap"):
         check_optimizers([Around(inner)])
     check_optimizers([inner])
 

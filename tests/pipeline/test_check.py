@@ -28,9 +28,9 @@ BROKEN = [
     ("0F0 0B0 0RG 0F1 0B1", 2, "needs 0B1, which comes after"),
     ("0F0 0B0 0F1 0RG", 4, "0B1 is missing"),
     ("0F0 0B0 0B1 0RG", 4, "0F1 is missing"),
-    ("0F0 0F0 0B0 0F1 0B1 0RG", 1, "done before, at place 0"),
-    ("0F0 0B0 0B0 0F1 0B1 0RG", 2, "done before"),
-    ("0F0 0B0 0F1 0B1 0RG 0RG", 5, "done before"),
+    ("0F0 0F0 0B0 0F1 0B1 0RG", 1, "the same action is at place 0 too"),
+    ("0F0 0B0 0B0 0F1 0B1 0RG", 2, "the same action is at place 1 too"),
+    ("0F0 0B0 0F1 0B1 0RG 0RG", 5, "the same action is at place 4 too"),
     ("0F0 0B0 0F1 0B1 0F2 0RG", 4, "there are 2 micro-batches"),
     ("0F0 0B0 0F1 0B1 1F0 0RG", 4, "there are 1 stages"),
     ("0F0 0B0 0F1 0B1 0RG0", 4, "whole stage"),
@@ -39,15 +39,15 @@ BROKEN = [
     ("0F0 0B0 0F1 0W1 0I1 0RG", 3, "needs 0I1, which comes after"),
     ("0F0 0B0 0F1 0B1 0I1 0W1 0RG", 4, "whole backward too"),
     ("0F0 0B0 0R0 0F1 0B1 0RG", 1, "needs 0R0, which comes after"),
-    ("0F0 0B0 0SF0 0F1 0B1 0RG", 2, "no tensor has to go"),
-    ("0F0 0OF0 0B0 0F1 0B1 0RG", 2, "not brought back"),
+    ("0F0 0B0 0SF0 0F1 0B1 0RG", 2, "no tensor goes to another rank"),
+    ("0F0 0OF0 0B0 0F1 0B1 0RG", 2, "offloaded and not reloaded"),
     ("0F0 0B0 0F1 0B1 0RL1 0RG", 3, "needs 0RL1, which comes after"),
-    ("0F0 0RL0 0B0 0F1 0B1 0RG", 1, "needs 0OF0, which no rank does"),
+    ("0F0 0RL0 0B0 0F1 0B1 0RG", 1, "needs 0OF0, which no rank runs"),
     ("0F0 0B0 0OF0 0F1 0B1 0RG", 2, "backward of this micro-batch is over"),
     ("0GP 0F0 0B0 0F1 0B1 0RG", 0, "never freed"),
     ("0GP 0F0 0FP 0B0 0F1 0B1 0RG", 3, "not gathered"),
-    ("0GP 0GP 0F0 0B0 0F1 0B1 0FP 0RG", 1, "already there"),
-    ("0GP 0F0 0B0 0F1 0B1 0FP 0FP 0RG", 6, "not there"),
+    ("0GP 0GP 0F0 0B0 0F1 0B1 0FP 0RG", 1, "already gathered"),
+    ("0GP 0F0 0B0 0F1 0B1 0FP 0FP 0RG", 6, "freed, but not gathered"),
     ("0F0 0B0 0GP 0F1 0B1 0FP 0RG", 0, "not gathered"),
 ]
 
@@ -145,7 +145,7 @@ def test_receives_keep_the_order_of_the_sends() -> None:
         (0, 1),
         2,
     )
-    with pytest.raises(IllegalSchedule, match="rank 0 sends what 1RF0 takes before this"):
+    with pytest.raises(IllegalSchedule, match="rank 0 sends the tensor of 1RF0 before the tensor of this receive"):
         check(early)
     check(swapped(early, "1RF0", "1RF1"))
 

@@ -91,11 +91,11 @@ def test_what_is_done_by_the_wrong_rank_or_by_no_one_is_found() -> None:
     for rank, place, action in schedule.actions():
         row = schedule.ranks[rank]
         gone = (*row[:place], *row[place + 1 :])
-        with pytest.raises(IllegalSchedule, match=f"{action} is missing in the list of rank {rank}|which no rank does"):
+        with pytest.raises(IllegalSchedule, match=f"{action} is missing in the list of rank {rank}|which no rank runs"):
             check(replace(schedule, ranks=(*schedule.ranks[:rank], gone, *schedule.ranks[rank + 1 :])))
     moved = {Action(Op.F, 0, 0): "0F1", Action(Op.F, 0, 1): "0F0"}
     rows = tuple(tuple(parse(moved[a]) if a in moved else a for a in row) for row in schedule.ranks)
-    with pytest.raises(IllegalSchedule, match="rank 1 does this micro-batch"):
+    with pytest.raises(IllegalSchedule, match="rank 1 runs this micro-batch"):
         check(replace(schedule, ranks=rows))
 
 

@@ -55,7 +55,7 @@ def test_states_share_the_room() -> None:
     found = least_wait({"a": first, "b": second}, room_bytes=5)
     assert (found["a"].written, found["b"].written) == ("zero1", "none")
     assert least_wait({"a": first, "b": second}, room_bytes=9)["b"].written == "none"
-    with pytest.raises(NoPlan, match="a and b take"):
+    with pytest.raises(NoPlan, match="a and b need at least 2 B on a rank, got 1 B"):
         least_wait({"a": first, "b": second}, room_bytes=1)
 
 

@@ -58,8 +58,8 @@ def test_the_shortest_period_that_keeps_up_is_taken() -> None:
     slow = choose_period(at_every_step(3.0), facts(6.0), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert slow.sync == written_of(SHORT, 3, 1000) and slow.forecast is not None
     assert slow.reason == (
-        "islands meet every 8 steps: 1 s a step (0% of it waits for messages) instead of 3 s a step "
-        "(67% of it waits for messages), for 5% more steps; they pay from 1.11 s a step on"
+        "islands synchronize every 8 steps: 1 s a step (0% of it waits for messages) instead of 3 s a step "
+        "(67% of it waits for messages), for 5% more steps; local updates are worth it from 1.11 s a step on"
     )
     slower = choose_period(at_every_step(30.0), facts(60.0), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert slower.forecast is not None and slower.forecast.step_s == 1.0
@@ -76,8 +76,9 @@ def test_what_a_step_loses_at_once_counts_too() -> None:
 def test_a_fast_link_keeps_gradients_together() -> None:
     chosen = choose_period(at_every_step(1.01), facts(0.01), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert chosen.sync is None and chosen.reason == (
-        "every step: 1.01 s a step (1% of it waits for messages); islands that meet every 8 steps would take "
-        "1 s a step (0% of it waits for messages) and 5% more steps: they pay from 1.11 s a step on"
+        "every step: 1.01 s a step (1% of it waits for messages); islands that synchronize every 8 steps "
+        "would take 1 s a step (0% of it waits for messages) and 5% more steps: local updates are worth it from 1.11 s "
+        "a step on"
     )
 
 
@@ -86,9 +87,9 @@ def test_the_seconds_that_would_turn_the_choice_turn_it() -> None:
     period = SyncPeriod(8, 0.25, because="measured with another optimizer")
     for dearer in (0.0, 0.1):
         said = choose_period(at_every_step(1.1, dearer=dearer), facts(4.0), steps=64, lossy=True, periods=(period,))
-        assert "25% more steps (measured with another optimizer): they pay from " in said.reason
+        assert "25% more steps (measured with another optimizer): local updates are worth it from " in said.reason
         turn_s = 1.25 / (1 - WORTH) / (1 + dearer)
-        assert f"they pay from {show_seconds(turn_s)} a step on" in said.reason
+        assert f"local updates are worth it from {show_seconds(turn_s)} a step on" in said.reason
         for step_s, parts in ((turn_s * 0.999, False), (turn_s * 1.001, True)):
             chosen = choose_period(
                 at_every_step(step_s, dearer=dearer), facts(4.0), steps=64, lossy=True, periods=[period]
@@ -104,13 +105,13 @@ def test_an_optimizer_without_second_moments_is_told_what_adamw_would_need() -> 
 def test_without_permission_islands_stay_together_and_the_gain_is_told() -> None:
     chosen = choose_period(at_every_step(9.0), facts(6.0), steps=1000, lossy=False, periods=(SHORT,))
     assert chosen.sync is None and chosen.forecast is None
-    assert "plan.lossy: true would part the islands for 8 steps" in chosen.reason
+    assert "plan.lossy: true would allow local updates of 8 steps" in chosen.reason
 
 
 def test_a_run_of_few_rounds_does_not_part() -> None:
     chosen = choose_period(at_every_step(9.0), facts(6.0), steps=31, lossy=True, periods=(SHORT,))
     assert chosen.sync is None
-    assert chosen.reason == "every step: 31 steps are too few to part: 4 rounds of 8 steps need 32"
+    assert chosen.reason == "every step: 31 steps are too few for local updates: 4 rounds of 8 steps need 32"
     enough = choose_period(at_every_step(9.0), facts(6.0), steps=32, lossy=True, periods=(SHORT,))
     assert enough.sync is not None
 

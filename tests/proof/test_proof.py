@@ -41,18 +41,18 @@ def refused(pool: Pool, ranks: int, **given: Any) -> str:
 def test_a_fault_is_found_and_its_tensor_named_by_all_ranks(pool: Pool, name: str) -> None:
     fault = FAULTS[name]
     said = refused(pool, 2 * fault.replicas, fault=name, sections=STAGES)
-    first = said.partition("to be one process, got ")[2].partition(" (")[0]
+    first = said.partition("to compute the gradients of one process, got ")[2].partition(" (")[0]
     assert fault.named in first or fault.named in said.partition("; then ")[2].partition(" in round")[0], said
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("a gradient that is zero", "12 of 12 entries differ: all of it is zero, nothing arrives"),
+        ("a gradient that is zero", "12 of 12 entries differ: all entries are zero, no gradient arrives"),
         ("one entry of a gradient off", "; entry [0, 5] is "),
         ("one entry of a gradient off", "1 of 144 entries differ"),
         ("a hook twice", "144 of 144 entries differ: they are 2 times what they should be"),
-        ("a gradient transposed", "it is transposed"),
+        ("a gradient transposed", "the gradient is transposed"),
         ("borders exchanged", "; entry ["),
     ],
 )
@@ -90,7 +90,7 @@ def test_an_honest_layout_is_one_process(
     assert record["within"] < 2e-6
     assert record["losses"][0] == pytest.approx(record["losses"][1], rel=1e-6)
     assert ("in bf16 within" in record["message"]) == ("precision" in train)
-    assert ("not proved: what is lost between stages" in record["message"]) == ("activation_compression" in plan)
+    assert ("not proved: activation compression" in record["message"]) == ("activation_compression" in plan)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,10 @@ def test_a_buffer_that_each_replica_has_of_its_own_batches_is_told_of(pool: Pool
     (first, *_) = pool.run(PROVE, 2, kind="normed", sections={"train": {"prove": "always"}})
     warning, _ = first["told"]
     assert warning["level"] == "warning"
-    assert "running_mean is of its own batches; no loss and no gradient here depends on it" in warning["message"]
+    assert (
+        "running_mean is computed from the replica's own batches; no loss and no gradient of the proof depends on it"
+        in warning["message"]
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -149,7 +152,7 @@ def test_replicas_with_state_of_their_own_are_a_process_each(pool: Pool, kind: s
 def test_a_forward_that_writes_to_parameters_does_so_for_every_replica(pool: Pool) -> None:
     (first, *_) = pool.run(PROVE, 2, kind="renormed", sections={"train": {"prove": "always"}})
     warning, record = first["told"]
-    assert "the forward writes to parameters, which each replica does for itself" in warning["message"]
+    assert "the forward writes to parameters, on each replica to its own copy" in warning["message"]
     assert "2 replicas = 1 process each, " in record["message"]
 
 
@@ -188,12 +191,14 @@ def test_always_proves_replicas_without_buffers_too(pool: Pool) -> None:
 
 def test_modules_of_different_values_are_named(pool: Pool) -> None:
     said = refused(pool, 2, kind="opened", seeds=True, sections=STAGES)
-    assert "another initial value of head.bias on rank 1" in said
+    assert "a different initial value of head.bias on rank 1" in said
 
 
 def test_a_constructor_without_a_seed_is_named(pool: Pool) -> None:
     said = refused(pool, 2, factory="run.proof_jobs:unsteady", sections=STAGES)
-    assert "a constructor that gives the same numbers every time it runs, got others for blocks.1.bias" in said
+    assert (
+        "a constructor that gives the same numbers every time it runs, got different numbers for blocks.1.bias" in said
+    )
 
 
 def test_what_the_code_changes_outside_of_the_module_is_put_back(pool: Pool) -> None:
@@ -215,12 +220,13 @@ def test_a_model_that_does_not_fit_is_told_of(pool: Pool) -> None:
     record = proved(pool, 2, free_bytes=20_000, sections=STAGES)
     assert record["outcome"] == "not proved"
     assert record["message"].startswith("one process takes ")
-    assert "for parameters, gradients and what a micro-batch keeps" in record["message"]
+    assert "for parameters, gradients and the activations of a micro-batch" in record["message"]
 
 
 def test_where_it_is_to_be_proved_always_that_is_refused(pool: Pool) -> None:
     said = refused(pool, 2, free_bytes=20_000, sections={**STAGES, "train": {"prove": "always"}})
-    assert said.startswith("train.prove: wanted a proof that 2 stages are one process, got none: one process takes")
+    wanted = "a proof that 2 stages compute the gradients of one process"
+    assert said.startswith(f"train.prove: wanted {wanted}, got no proof: one process takes")
 
 
 def test_what_was_proved_is_not_proved_again(pool: Pool) -> None:

@@ -47,7 +47,7 @@ def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, na
     found = pool.run("run.jobs:train", ranks, resume=True, **given)
     assert all(one["digest"] == found[0]["digest"] and not one["ended"] for one in found)
     said = [one["message"] for one in records(tmp_path) if one["kind"] == "event"]
-    assert any("start from what they had agreed on" in message for message in said)
+    assert any("start from its global parameters" in message for message in said)
 
 
 def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -> None:
@@ -295,10 +295,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         sections({"diloco": {"sync_every": 4, "sync_delay": 4}}),
         "plan.sync.diloco.sync_delay: wanted a delay of 0 to 3 steps, got 4",
     ),
-    (sections({"diloco": {"alpha": 1.5}}), "plan.sync.diloco.alpha: wanted a part from 0 to 1, got 1.5"),
+    (sections({"diloco": {"alpha": 1.5}}), "plan.sync.diloco.alpha: wanted a mixing factor from 0 to 1, got 1.5"),
     (
         sections({"local_sgd": {"warmup_steps": -1}}),
-        "plan.sync.local_sgd.warmup_steps: wanted a number of steps from 0 on, got -1",
+        "plan.sync.local_sgd.warmup_steps: wanted 0 or more steps, got -1",
     ),
     (
         sections({"diloco": {"outer_optimizer": {"nesterov": {"momentum": 1.0}}}}),
@@ -306,11 +306,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"zero_one": {"var_update_scaler": -1}}),
-        "plan.sync.zero_one.var_update_scaler: wanted a number of steps from 0 on, got -1",
+        "plan.sync.zero_one.var_update_scaler: wanted 0 or more steps, got -1",
     ),
     (
         sections({"zero_one": {"local_step_scaler": -1}}),
-        "plan.sync.zero_one.local_step_scaler: wanted a number of steps from 0 on, got -1",
+        "plan.sync.zero_one.local_step_scaler: wanted 0 or more steps, got -1",
     ),
     (
         {"plan": {"sync": "local_sgd"}, "train": {"optimizer": "zero_one_adam"}},
@@ -320,10 +320,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
         sections({"diloco": {"sync_every": 4, "local_steps": [4, 5]}}),
         "plan.sync.diloco.local_steps: wanted 1 to 4 steps",
     ),
-    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and of one island 4 (sync_every), got [3, 2]"),
+    (sections({"diloco": {"sync_every": 4, "local_steps": [3, 2]}}), "and 4 (sync_every) for at least one, got [3, 2]"),
     (
         sections({"local_sgd": {"sync_every": 4, "local_steps": [4]}}),
-        "plan.sync.local_steps: wanted the steps of 2 islands",
+        "plan.sync.local_steps: wanted one number of local steps for each of 2 islands",
     ),
     (
         sections({"cser": {"sync_every": 4, "local_steps": [4, 2]}}),
@@ -331,16 +331,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         sections({"gossip": {"global_sync_every": 0}}),
-        "plan.sync.gossip.global_sync_every: wanted a full average every 1 or more rounds, got 0",
+        "plan.sync.gossip.global_sync_every: wanted 1 or more rounds between averages over all islands, got 0",
     ),
     (
         sections({"gossip": {"gamma": 2}}),
-        "plan.sync.gossip.gamma: wanted a step towards the neighbors in (0, 1], got 2",
+        "plan.sync.gossip.gamma: wanted a consensus step size above 0 and up to 1, got 2",
     ),
     (sections({"gossip": {"codec": "lossless"}}), "plan.sync.gossip.codec: wanted a codec whose messages have a fixed"),
     (sections({"gossip": {"topology": "rings"}}), "plan.sync.gossip.topology: no topology is called 'rings'"),
     (sections({"dilocco": {}}), "no sync is called 'dilocco'"),
-    ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted bcrs, or gradients that all ranks exchange"),
+    ({"plan": {"sync": "diloco", "adapt": "l_greco"}}, "plan.adapt: wanted policy bcrs, or plan.sync every_step"),
     (
         {"plan": {"sync": "diloco", "adapt": "bcrs"}, "machines": {"islands": [[0, 1]]}},
         "plan.adapt: wanted islands of one rank each",

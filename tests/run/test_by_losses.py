@@ -203,8 +203,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (asking(train={"optimizer": {"sgd": {"weight_decay": 0.1}}}), "train.optimizer: wanted sgd without momentum"),
     (asking(train={"precision": "fp16"}), "train.precision: wanted fp32 or bf16"),
     (asking(plan={"exchange": "topk"}), "plan.exchange: wanted no gradient exchange"),
-    (asking(plan={"adapt": "l_greco"}), "plan.adapt: wanted gradients that all ranks exchange"),
-    (asking(plan={"adapt": "bcrs"}), "plan.adapt: wanted gradients that all ranks exchange"),
+    (asking(plan={"adapt": "l_greco"}), "plan.adapt: wanted plan.sync every_step, as a policy"),
+    (asking(plan={"adapt": "bcrs"}), "plan.adapt: wanted plan.sync every_step, as a policy"),
     (asking(train={"verify": {"every": 2}}), "train.verify.every: wanted replicas that hold the full model"),
     (
         asking(plan={"sharding": "zero1"}),

@@ -35,7 +35,7 @@ def test_files_that_are_new_missing_or_changed_are_named(text: Path, tmp_path: P
     (text / "new.txt").write_text("a text that nobody had")
     (text / "a.txt").unlink()
     (text / "deep" / "d.txt").write_text("longer or shorter, but not of that size " * 9)
-    with pytest.raises(BadInput, match=r"^data\.source: the text is not that of the run") as error:
+    with pytest.raises(BadInput, match=r"^data\.source: the training text has changed since the run began") as error:
         check_data_files(kept, corpus_in(text))
     assert (
         "1 file is new (new.txt); 1 file is missing (a.txt); 1 file is of another size (deep/d.txt)"

@@ -76,4 +76,4 @@ def test_what_is_owed_goes_on_when_feedback_moves_between_islands(pool) -> None:
 @pytest.mark.parametrize("bare", ["dense", {"two_shot": "int8"}, {"ef21": {"topk": {}}}])
 def test_an_exchange_that_would_drop_what_is_owed_is_refused(pool, bare) -> None:
     answers = pool.attempt("run.jobs:changing", 2, exchanges=[{"error_feedback": {"topk": {}}}, bare])
-    assert all("goes on with its residual" in a["error"] and a["kind"] == "BadInput" for a in answers)
+    assert all("wanted an exchange with error feedback for " in a["error"] and a["kind"] == "BadInput" for a in answers)

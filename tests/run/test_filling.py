@@ -53,7 +53,7 @@ def test_what_rules_kept_apart_is_the_mean_rank_by_rank(tmp_path: Path) -> None:
 
 
 def test_a_mean_of_some_of_them_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatch, match=r"square of ranks \[0, 1\] of 3, wanted all of them"):
+    with pytest.raises(CheckpointMismatch, match=r"square of ranks \[0, 1\] of 3, wanted all ranks"):
         pieces = [[whole("square", OWED[rank], rank)] for rank in range(2)]
         good(save(tmp_path, 1, pieces, {"ranks": 3, "islands": []}))
         agreed(CheckpointSource(open_checkpoint(tmp_path, 1)), Slice.whole("square", (3,)))

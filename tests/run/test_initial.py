@@ -73,14 +73,14 @@ def test_equal_ones_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Meeting([module(), module(one_entry), module()], [1.0] * 3).outcome(monkeypatch)
-    assert len(set(told)) == 1 and "others for 2.weight: rank 1 differs from the other 2" in told[0]
+    assert len(set(told)) == 1 and "different values for 2.weight: rank 1 differs from the other 2" in told[0]
 
 
 def test_a_buffer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     other = module()
     other[1].running_mean += 1  # type: ignore[index]
     told = Meeting([module(), other], [1.0] * 2).outcome(monkeypatch)
-    assert "others for 1.running_mean: rank 0 and rank 1 differ" in told[0]
+    assert "different values for 1.running_mean: rank 0 and rank 1 differ" in told[0]
 
 
 def test_rounding_of_another_machine_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,21 +69,22 @@ def test_a_parameter_and_a_column_come_before_what_they_lead_to() -> None:
 def test_a_backward_alone_names_the_first_gradient_in_it() -> None:
     cause, loss = seen(Net(), root=True)
     assert loss == 0 and (cause.what, cause.name) == ("gradient", "head.bias")
-    assert "the loss is finite, and the gradient of head.bias on rank 0" in cause.told(loss)
+    said = "the first gradient in the backward pass that is not finite is that of head.bias on rank 0"
+    assert f"the loss is finite, and {said}" in cause.told(loss)
 
 
 def test_what_is_not_seen_is_said_so() -> None:
     assert seen(Net())[0] == NonFiniteCause()
-    assert "the objective" in NonFiniteCause().told(math.nan) and "only once" in NonFiniteCause().told(1.0)
+    assert "the loss function" in NonFiniteCause().told(math.nan) and "was repeated" in NonFiniteCause().told(1.0)
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "plan", "named"),
     [
-        ("burst", 1, {}, "what layers.2 gives on rank 0 is the first value"),
-        ("burst", 2, {}, "what layers.2 gives on rank 0 is the first value"),
-        ("burst", 3, {"mesh": {"pipe": 3}}, "what layers.2 gives on rank 1 is the first value"),
-        ("small", 2, {}, "has numbers in scale that are not finite"),
+        ("burst", 1, {}, "the first value that is not finite is the output of layers.2 on rank 0"),
+        ("burst", 2, {}, "the first value that is not finite is the output of layers.2 on rank 0"),
+        ("burst", 3, {"mesh": {"pipe": 3}}, "the first value that is not finite is the output of layers.2 on rank 1"),
+        ("small", 2, {}, "has values in scale that are not finite"),
     ],
 )
 def test_a_first_step_does_not_blame_the_learning_rate(

@@ -137,7 +137,7 @@ def test_evaluation_and_gradients_of_frozen_parts(pool, tmp_path: Path) -> None:
         (5, {"mesh": {"pipe": 5}}, "at least 5 units for 5 stages"),
         (2, {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.7"]}, "there is no unit 'layers.7'"),
         (2, {"mesh": {"pipe": 2}, "units": ["layers.7"]}, "there is no module 'layers.7'"),
-        (1, {"units": ["layers"]}, "which nobody calls"),
+        (1, {"units": ["layers"]}, "which has no forward"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0, 9]}, "the number of a block, 0 to 1"),
         (2, {"mesh": {"pipe": 2}, "cuts": [0]}, "the first unit of each of 2 stages"),
         (2, {"mesh": {"pipe": 2}, "accumulate": 9}, "9 micro-batches on every replica"),

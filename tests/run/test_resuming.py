@@ -62,11 +62,11 @@ def test_a_host_without_what_the_others_have_is_told_to_all(pool, tmp_path: Path
     here, there = saved(tmp_path / "a", [2, 4]), saved(tmp_path / "b", steps)
     answers = pool.attempt("run.jobs:search", 2, directories=[str(here), str(there)])
     assert [answer["kind"] for answer in answers] == ["BadInput"] * 2
-    assert "copy the checkpoints of another host there" in answers[1]["error"]
+    assert "copy the checkpoints of another host to that host" in answers[1]["error"]
 
 
 def test_a_checkpoint_of_another_format_names_the_version_that_wrote_it(tmp_path: Path) -> None:
     saver = CheckpointManager(directory=CheckpointDirectory(path=tmp_path), rank=0, sink=lambda _: None, identity={})
     older = SimpleNamespace(folder=tmp_path, meta={"format": 1, "gossamer": "0.0.9"})
-    with pytest.raises(BadInput, match=r"wanted a checkpoint of format 2, got 1\. Go on with version 0\.0\.9"):
+    with pytest.raises(BadInput, match=r"wanted a checkpoint of format 2, got 1\. Resume with gossamer 0\.0\.9"):
         saver._check(older)

@@ -63,7 +63,7 @@ def test_a_stage_alone_on_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput) as refused:
         held(monkeypatch, LARGE - MIB, ranks=2, local_ranks=1)
     said = str(refused.value)
-    assert "room for stage 1 (from layers.1): 64 MiB" in said and "ranks 1 to 1: 1 MiB too little" in said
+    assert "memory for stage 1 (from layers.1): 64 MiB" in said and "ranks 1 to 1: 1 MiB too little" in said
 
 
 @pytest.mark.parametrize(("ranks", "local_ranks"), [(2, 2), (4, 4), (4, 2)])
@@ -72,5 +72,5 @@ def test_all_that_lies_on_a_machine_counts(monkeypatch: pytest.MonkeyPatch, rank
     together = local_ranks // 2 * (LARGE + SMALL)
     with pytest.raises(BadInput) as refused:
         held(monkeypatch, together - 1, ranks=ranks, local_ranks=local_ranks)
-    assert f"of {local_ranks - 1} others" in str(refused.value)
+    assert f"of {local_ranks - 1} other stages" in str(refused.value)
     assert held(monkeypatch, together, ranks=ranks, local_ranks=local_ranks).cut is not None

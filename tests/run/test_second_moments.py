@@ -155,14 +155,14 @@ def test_alone_it_is_adamw(pool: Pool, tmp_path: Path, start: int) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"train": {"optimizer": {"sgd": {"lr": 0.1}}}}, "adamw, whose second moments islands can bring together"),
+    ({"train": {"optimizer": {"sgd": {"lr": 0.1}}}}, "adamw, whose second moments can be averaged across islands"),
     (
         {"plan": {"sharding": {"zero1": {"shard_group": "island"}}}},
         "optimizer states that are not sharded, to average second moments",
     ),
     (
         {"plan": {"sync": {"diloco": {"sync_every": 2, "average_second_moments_every": -1}}}},
-        "a number of rounds from 0 on",
+        "average_second_moments_every: wanted 0 or more rounds",
     ),
 ]
 

@@ -248,4 +248,4 @@ def test_parameters_go_by_islands_that_links_show(pool: Pool, tmp_path: Path) ->
 def test_links_that_are_all_alike_have_no_islands(pool: Pool, tmp_path: Path, states: Any) -> None:
     answers = pool.attempt("run.jobs:train", 2, folder=str(tmp_path), steps=2, sections=sections(states, islands=()))
     assert all(one["kind"] == "BadInput" for one in answers), answers
-    assert "plan.sharding: wanted islands of ranks, to hold the states on each of them" in answers[0]["error"]
+    assert "plan.sharding: wanted islands of ranks, as each island holds all states" in answers[0]["error"]

@@ -27,7 +27,10 @@ MISTAKES = {
     "key of another section": ("steps: 3", "run.yaml:1: steps: there is no such key: did you mean 'train.steps'?"),
     "deep unknown key": ("plan:\n  mesh:\n    repicla: 2", "run.yaml:3: plan.mesh.repicla: there is no such key: did"),
     "not like any key": ("data:\n  xyzzy: 1", "data.xyzzy: there is no such key: known: cache, isolate, pack"),
-    "text for a number": ("train: {steps: many}", "train.steps: wanted a whole number >= 1, got 'many': write one, or"),
+    "text for a number": (
+        "train: {steps: many}",
+        "train.steps: wanted a whole number >= 1, got 'many': write such a value, or",
+    ),
     "below the bound": (
         "train: {batch: 0}",
         "whole number >= 1 (sequences per step, over all replicas), got 0",
@@ -49,7 +52,7 @@ MISTAKES = {
     "a section twice": ("train: {}\ndata: {}\ntrain: {}", "run.yaml:3: train is written twice (first in line 1)"),
     "half a letter": (
         'train: {sample_prompt: "a\\ud800"}',
-        "run.yaml:1: train.sample_prompt: wanted text, got 'a\\ud800', in which bytes are no UTF-8: write it anew",
+        "run.yaml:1: train.sample_prompt: wanted text, got 'a\\ud800', in which some bytes are not UTF-8: save the",
     ),
     "half a letter in a method": (
         'data: {source: {text: "\\udcff"}}',

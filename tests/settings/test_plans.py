@@ -60,7 +60,7 @@ def test_what_a_plan_decides_is_a_setting_with_the_line_it_stands_on(file: Path)
 )
 def test_what_is_written_and_not_what_the_plan_says_is_refused_with_both_places(given: str, file: Path) -> None:
     key = given.partition("=")[0]
-    with pytest.raises(BadInput, match=r"wanted what the plan says, .*plan\.yaml:\d+\), got") as error:
+    with pytest.raises(BadInput, match=r"wanted the value of the plan, .*plan\.yaml:\d+\), got") as error:
         with_plan(load(None, [given]), file, ranks=2)
     assert error.value.key == key
 
@@ -78,7 +78,7 @@ def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> N
     for steps in ("auto", [4, 2]):
         given = [f"plan.sync={{diloco: {{sync_every: 4, local_steps: {steps}}}}}"]
         assert with_plan(load(None, given), tmp_path / "p.yaml").config.plan.sync
-    with pytest.raises(BadInput, match=r"plan\.sync: wanted what the plan says"):
+    with pytest.raises(BadInput, match=r"plan\.sync: wanted the value of the plan, "):
         with_plan(load(None, ["plan.sync={diloco: {sync_every: 4, local_steps: [2, 4]}}"]), tmp_path / "p.yaml")
 
 

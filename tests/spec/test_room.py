@@ -112,7 +112,7 @@ WRONG: list[tuple[Any, str, str]] = [
     ("_shared", "", "no wing is called '_shared'"),
     ("hlf", "", "did you mean 'half'?"),
     ({"top_k": {"fracton": 0.1}}, "k", "k.top_k: top_k has no parameter 'fracton': did you mean 'fraction'?"),
-    ({"plain": {"x": 1}}, "", "plain has no parameter 'x': nothing is known here"),
+    ({"plain": {"x": 1}}, "", "plain has no parameter 'x': known: none"),
     ({"top_k": {"fraction": "much"}}, "k", "k.top_k.fraction: wanted a number, got 'much'"),
     ({"top_k": {"fraction": 2}}, "k", "k.top_k.fraction: 2.0 is no fraction"),
     ({"top_k": {}}, "k", "k.top_k: top_k needs 'fraction': write {top_k: {fraction: ...}}"),

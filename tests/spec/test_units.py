@@ -67,4 +67,4 @@ def test_seconds(seconds: float, text: str) -> None:
 def test_nearest_offers_what_is_close_else_all() -> None:
     assert nearest("bach", ["batch", "steps"]) == "did you mean 'batch'?"
     assert nearest("xyz", ["b", "a"]) == "known: a, b"
-    assert nearest("xyz", []) == "nothing is known here"
+    assert nearest("xyz", []) == "known: none"

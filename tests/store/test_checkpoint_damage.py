@@ -92,7 +92,9 @@ def test_a_truncated_shard_says_which_slice_is_lost(saved: Path) -> None:
     data = path.read_bytes()
     last = read_manifest(path.parent)["parts"][0]["slices"][-1]
     with altered(path, data[:-1]):
-        assert f"{len(data) - 1} bytes long, written were {len(data)}; the first slice lost is" in complaint(saved)
+        assert f"{len(data) - 1} bytes long, {len(data)} bytes were written; the first missing slice is" in complaint(
+            saved
+        )
         assert last["name"] in complaint(saved)
 
 

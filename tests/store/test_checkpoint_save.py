@@ -95,7 +95,7 @@ def test_a_save_is_called_off_by_the_abort_callback(tmp_path: Path) -> None:
     assert writer.is_busy
     lost.set()
     (result,) = finish(writer)
-    assert not result.ok and "called off" in result.error and left_over(tmp_path) == []
+    assert not result.ok and "cancelled" in result.error and left_over(tmp_path) == []
 
 
 def test_a_second_save_is_skipped_while_the_first_is_written_and_the_others_learn_of_it(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_slices_that_do_not_tile_their_tensor_are_refused(tmp_path: Path) -> Non
     over = save(tmp_path, 1, [first, [*second, whole("cube", model()["cube"])]])
     assert "overlap" in over[0].error and "cube" in over[0].error
     shape = [(Slice("cube", (4, 3, 7), (0, 0, 6), (4, 3, 1)), torch.zeros(4, 3, 1))]
-    assert "rank 1 says float32 (4, 3, 7)" in save(tmp_path, 1, [first, second + shape])[0].error
+    assert "rank 1 as float32 (4, 3, 7)" in save(tmp_path, 1, [first, second + shape])[0].error
 
 
 @pytest.mark.usefixtures("settled")

@@ -67,7 +67,7 @@ def test_a_file_cut_anywhere_is_refused(tiny: Path) -> None:
 
 
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path, tiny: Path) -> None:
-    with pytest.raises(BadInput, match=r"No such file.*give one that is there"):
+    with pytest.raises(BadInput, match=r"No such file.*give the path of an existing file"):
         read_summary(tmp_path / "missing.gguf")
     with pytest.raises(BadInput, match="Is a directory"):
         read_summary(tmp_path)

@@ -62,7 +62,7 @@ def test_tied_weights_are_written_once_and_equal_ones_are_not_taken_for_tied(tmp
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(BadInput, match=r"a new folder to export into, got .*out, which exists: name another"):
+    with pytest.raises(BadInput, match=r"a new folder to export into, got .*out, which exists: name another folder"):
         export_directory(tmp_path / "out", {}, CONFIG)
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="which exists"):

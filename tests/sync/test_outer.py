@@ -143,5 +143,5 @@ def test_a_hypergradient_multiplies_what_the_inner_rule_does() -> None:
 
 def test_one_hypergradient_inside_another_is_refused() -> None:
     inner = {"hypergradient": {"of": "inner", "inner": "average"}}
-    with pytest.raises(BadInput, match="another outer optimizer inside"):
+    with pytest.raises(BadInput, match="an inner outer optimizer other than hypergradient"):
         outer.build({"hypergradient": {"inner": inner}})

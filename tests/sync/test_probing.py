@@ -58,7 +58,7 @@ class Among(Alone):
 def test_who_is_elsewhere_is_for_the_majority_to_say(sums: tuple[float, ...], who: str) -> None:
     one = replace(probing(start(torch.float32)), replica=Among(*sums))
     mark = one.checksum(400)
-    with pytest.raises(WireMismatch, match=f"after step 400 the parameters are not the same everywhere: {who}$"):
+    with pytest.raises(WireMismatch, match=f"after step 400 the parameters are not the same on all ranks: {who}$"):
         one.agreed(mark)
     assert replace(one, replica=Among(5.0, 5.0, 5.0)).agreed(mark) is mark
 
@@ -192,19 +192,19 @@ def test_clipping_bounds_every_slope() -> None:
 STEP = StepMessage(step=3, rate=0.1, clip=1.0, labels=(4.0, 5.0), codes=b"\x12\x92")
 MARK = ParameterChecksum(step=3, parameters="ab", checksum=12, begins=True)
 BAD: list[tuple[Any, str]] = [
-    ({}, "wanted a line of step or mark"),
-    ({"kind": ["step"]}, "wanted a line of step or mark"),
+    ({}, "wanted an entry of kind step or mark"),
+    ({"kind": ["step"]}, "wanted an entry of kind step or mark"),
     ({**STEP.line(), "more": 1}, "got the keys"),
-    ({**STEP.line(), "step": -1}, "step: wanted int from 0 on, got -1"),
-    ({**STEP.line(), "step": True}, "step: wanted int from 0 on, got True"),
+    ({**STEP.line(), "step": -1}, "step: wanted int of 0 or more, got -1"),
+    ({**STEP.line(), "step": True}, "step: wanted int of 0 or more, got True"),
     ({**STEP.line(), "step": 1.0}, "step: wanted int"),
     ({**STEP.line(), "rate": "0.1"}, "rate: wanted float"),
-    ({**STEP.line(), "rate": math.nan}, "rate: wanted float from 0 on"),
-    ({**STEP.line(), "labels": [1.0, math.inf]}, "labels: wanted float from 0 on"),
-    ({**STEP.line(), "labels": []}, "as many codes of each of 0 ranks"),
-    ({**STEP.line(), "codes": "123456"}, "as many codes of each of 2 ranks, got 3"),
+    ({**STEP.line(), "rate": math.nan}, "rate: wanted float of 0 or more"),
+    ({**STEP.line(), "labels": [1.0, math.inf]}, "labels: wanted float of 0 or more"),
+    ({**STEP.line(), "labels": []}, "codes: wanted as many for each of 0 ranks"),
+    ({**STEP.line(), "codes": "123456"}, "codes: wanted as many for each of 2 ranks, got 3 in all"),
     ({**STEP.line(), "codes": "1z"}, "codes: non-hexadecimal"),
-    ({**STEP.line(), "codes": "1280"}, "codes: a step that is not finite was never taken"),
+    ({**STEP.line(), "codes": "1280"}, "codes: wanted finite steps only, got the code of one that is not finite"),
     ({**STEP.line(), "buffers": 0}, "buffers: wanted bool"),
     ({**MARK.line(), "checksum": "x"}, "checksum: wanted int"),
 ]
@@ -225,8 +225,8 @@ def test_lines_that_are_not_ours(line: Any, said: str) -> None:
     ("settings", "said"),
     [
         ({"directions": 0}, "directions: wanted at least 1 direction, got 0"),
-        ({"epsilon": 0.0}, "epsilon: wanted a distance above 0 and below 1, got 0"),
-        ({"epsilon": 1.5}, "epsilon: wanted a distance above 0 and below 1, got 1.5"),
+        ({"epsilon": 0.0}, "epsilon: wanted a step length above 0 and below 1, got 0"),
+        ({"epsilon": 1.5}, "epsilon: wanted a step length above 0 and below 1, got 1.5"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], said: str) -> None:

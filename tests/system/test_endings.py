@@ -123,7 +123,9 @@ def test_records_that_found_no_room_are_written_when_there_is_some(
 
 def test_an_end_that_cannot_be_written_down_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Disk(monkeypatch, first=2, times=10**6)
-    with pytest.raises(RunFailed, match=r"done at step 4, which is saved, but \d+ records are not"):
+    with pytest.raises(
+        RunFailed, match=r"the run ended \(done\) at step 4 and its checkpoint is saved, but \d+ records are not"
+    ):
         train(Words(), tmp_path)
 
 
@@ -204,5 +206,5 @@ def test_ranks_that_all_leave_in_a_save_have_not_finished(place: Place) -> None:
     done = place.run("train", place.config(model={"factory": "leaves:make"}, machines={"processes": 2}))
     said = " ".join(done.err.replace("|", " ").split())
     assert done.code == 3, done.out
-    assert "ended in silence at step 4, save: exit code 0 before its work was done" in said
+    assert "ended without an error message at step 4, save: exit code 0 before its work was done" in said
     assert "done" not in done.out and "gossamer sample" not in done.out

@@ -99,8 +99,8 @@ def test_islands_part_where_the_line_is_too_slow_for_every_step(place: Place) ->
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert "diloco" in plan["sync"], plan["reasons"]
     assert [sorted(i) for i in plan["islands"]] == [[0, 1], [2, 3]]
-    assert plan["reasons"]["sync"].startswith("islands meet every ")
-    assert any(e["message"].startswith("sync: islands meet every ") for e in records(run, "event"))
+    assert plan["reasons"]["sync"].startswith("islands synchronize every ")
+    assert any(e["message"].startswith("sync: islands synchronize every ") for e in records(run, "event"))
     steps = records(run, "step")
     assert len(steps) == 80
     start = plan["sync"]["diloco"]["warmup_steps"]

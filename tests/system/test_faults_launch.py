@@ -66,9 +66,9 @@ def test_a_run_that_ends_well(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         ("segv", "crashed in native code"),
         ("exit", "exit code 9"),
         ("raise", "RuntimeError: the matrix is singular"),
-        ("leave0", "ended in silence at step 2, compute: exit code 0"),
-        ("leave4", "ended in silence at step 2, compute: exit code 4"),
-        ("leave75", "ended in silence at step 2, compute: exit code 75"),
+        ("leave0", "ended without an error message at step 2, compute: exit code 0"),
+        ("leave4", "ended without an error message at step 2, compute: exit code 4"),
+        ("leave75", "ended without an error message at step 2, compute: exit code 75"),
         ("quit", "SystemExit: 0"),
     ],
 )
@@ -373,14 +373,14 @@ def test_a_host_number_given_twice_is_refused(hosts: Hosts) -> None:
     hosts.start(1, hosts=3)
     ends = hosts.ends()
     assert [code for code, _, _ in ends] == [2, 2, 2]
-    assert all("says that it is host 1, which is taken" in said for _, _, said in ends)
+    assert all("was started with --node-rank 1, but another host has that number" in said for _, _, said in ends)
 
 
 def test_a_host_that_does_not_come_is_named(hosts: Hosts) -> None:
     hosts.start(0, hosts=3, within_s=2.0)
     hosts.start(1, hosts=3, within_s=2.0)
     (code0, _, said0), (code1, _, said1) = hosts.ends()
-    assert (code0, "for host 2 of 3, which did not come" in said0) == (3, True)
+    assert (code0, "for host 2 of 3, which did not connect" in said0) == (3, True)
     assert code1 != 0
     assert "host 2 of 3" in said1
 

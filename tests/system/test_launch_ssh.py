@@ -86,7 +86,7 @@ def test_hosts_that_cannot_run_it_are_listed(site: Site) -> None:
         site.launch(["a", "down1", "old"], paths=("/usr", "no/such/*.txt"))
     text = str(caught.value)
     rows = {line.split()[0]: line for line in text.splitlines()[1:]}
-    assert "torch must be equal on all" in text
+    assert "the versions of torch must be equal on all hosts" in text
     assert "no no/such/*.txt" in rows["a"]
     assert "cannot be reached: ssh: connect to host down1 port 22: Connection refused" in rows["down1"]
     assert " 1.0 " in rows["old"]
@@ -100,7 +100,7 @@ def test_a_python_that_is_not_there(site: Site) -> None:
 
 
 def test_a_host_twice(site: Site) -> None:
-    with pytest.raises(BadInput, match="different hosts, got a"):
+    with pytest.raises(BadInput, match="every host once, got a"):
         site.launch(["a", "b", "a"])
 
 

@@ -30,7 +30,8 @@ def test_a_rate_that_is_one_percent_higher_is_named_before_it_is_saved(place: Pl
     (run,) = place.runs()
     (end,) = records(run, "end")
     said = (
-        f"step 4: rank 2 on host {socket.gethostname()}: its parameters or optimizer state are not the others' (after"
+        f"step 4: rank 2 on host {socket.gethostname()}: its parameters or optimizer states differ from "
+        "those of most ranks (equal after"
     )
     assert said in end["message"]
     assert "rank 2 on host" in done.err.replace("\n", " ")

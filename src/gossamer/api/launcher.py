@@ -111,7 +111,8 @@ class Launcher:
             code = launch_hosts(hosts, arguments, files=files, folder=str(self.folder or Path.cwd()))
         finally:
             _drop_empty(self.directory.path)  # where this machine is none of them
-        _raise_for(RunEnd(exit_code=code, text="see above" if code else ""), self.directory)
+        text = f"a host ended with exit code {code}; its message is printed above" if code else ""
+        _raise_for(RunEnd(exit_code=code, text=text), self.directory)
 
     def _start(self, rundir: Path, tick: Callable[[], None]) -> LaunchRequest:
         machines = self.config.machines

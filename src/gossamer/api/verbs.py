@@ -135,7 +135,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
         resolved = reload(run_dir, overrides or [])
         if folder != Path.cwd():
             resolved = anchored(resolved, Path.cwd())
-            _log.warning("paths of this run are relative to %s, where it began", folder)
+            _log.warning("relative paths in this run's settings refer to %s, the folder it was started in", folder)
         config = resolved.config
         try:
             check_names(resolved)
@@ -181,9 +181,9 @@ def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
             ended = isinstance(record, End) and record.outcome == "done"
     if made > wanted:
         raise bad_input(
-            wanted=f"at least the {made} steps that are made and saved",
+            wanted=f"at least {made} steps, which this run has already trained and saved",
             got=str(wanted),
-            do=f"leave it out, or set it above {made}",
+            do=f"leave train.steps out, or set it above {made}",
             key="train.steps",
         )
     if made < wanted or not ended:
@@ -202,15 +202,20 @@ def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bo
     config = resolved.config
     runs = Path(config.run.directory)
     if resume not in (None, "auto"):
-        raise bad_input(wanted="--resume auto", got=f"--resume {resume}", do="or use `gossamer resume RUN_DIR`")
+        raise bad_input(
+            wanted="--resume auto", got=f"--resume {resume}", do="write auto, or use `gossamer resume RUN_DIR`"
+        )
     if resume == "auto" and (found := newest_like(runs, config)) is not None:
         return found, True
     name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
     if name and launcher_of(os.environ):
         return RunDirectory(runs / name), False
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        raise BadInput(
-            "started by a launcher, every rank must write to the same folder: give it a name", key="run.name"
+        raise bad_input(
+            wanted="the name of the run directory, to which all ranks of torchrun, srun or mpirun write",
+            got="no name",
+            do="set run.name, to the same name on all ranks",
+            key="run.name",
         )
     return RunDirectory.create(runs, config.run.name or model_name(config)), False
 
@@ -228,7 +233,7 @@ def _adopt_plan(file: Path, directory: RunDirectory) -> None:
         shutil.copyfile(file, directory.plan_file)
     except OSError as error:
         raise BadInput(
-            f"cannot read the plan {file}: {error.strerror}. Make one with `gossamer train --dry-run`"
+            f"cannot copy the plan {file} to {directory.plan_file}: {error.strerror}: check both paths"
         ) from None
 
 

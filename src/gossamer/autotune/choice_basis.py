@@ -1,4 +1,4 @@
-"""What a choice of exchanges is based on: the profile of a step on the links, corrected by what steps have shown."""
+"""Keep what a choice of exchanges is based on: a step's profile on the links, corrected by what steps have shown."""
 
 from __future__ import annotations
 

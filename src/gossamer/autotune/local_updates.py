@@ -49,7 +49,7 @@ class LocalUpdates:
         """
         self.part_into(islands)
         later = f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
-        said = f"{len(islands)} islands {[list(i) for i in islands]} meet every {loop.sync_every} steps{later}"
+        said = f"{len(islands)} islands {[list(i) for i in islands]} synchronize every {loop.sync_every} steps{later}"
         round_s = 0.0
         if loop.local_steps:
             loop, round_s, each = self._paced(loop)
@@ -111,7 +111,7 @@ class LocalUpdates:
             raise bad_input(
                 wanted="islands of one rank each, for a policy with local updates",
                 got=str([list(island) for island in islands]),
-                do="leave plan.adapt at none, and name plan.sync's exchange",
+                do="set plan.adapt to none, and write the exchange in plan.sync",
                 key="plan.adapt",
             )
         numel = {name: p.numel() for name, p in trainable(self.engine.module).items()}

@@ -117,7 +117,10 @@ def _run(given: list[str], *, is_json: bool) -> int:
         return 0
     except SystemExit as left:
         if not left.code:  # no command of ours exits so: a library did, before the work was done
-            said = f"the model, the data or a library ended the process (SystemExit: {left.code})"
+            said = (
+                f"the model, the data or a library ended the process (SystemExit: {left.code}): "
+                "remove or catch its call of sys.exit"
+            )
             return output.failure(failure_of(RunFailed(said)))
         return left.code if isinstance(left.code, int) else 1
     except BaseException as error:

@@ -39,7 +39,10 @@ def failure_of(error: BaseException) -> CommandFailure:
         return CommandFailure(INTERRUPTED, "Interrupted, with a checkpoint saved:", str(error))
     if isinstance(error, KeyboardInterrupt):
         return CommandFailure(
-            FAILED, "Stopped at once:", "nothing more was saved; a run that had a checkpoint goes on from it"
+            FAILED,
+            "Stopped at once:",
+            "nothing after the last checkpoint was saved; a run with a checkpoint continues with: "
+            "gossamer resume RUN_DIR",
         )
     if isinstance(error, RunFailed):
         kind = re.sub(r"(?<!^)(?=[A-Z])", " ", type(error).__name__).lower()
@@ -48,7 +51,7 @@ def failure_of(error: BaseException) -> CommandFailure:
         )
     missing = _missing(error)
     if missing and (extra := extra_with(missing)):
-        said = f"this needs the package {missing}, which is not installed: {install(extra)}"
+        said = f"this command needs the package {missing}, which is not installed: {install(extra)}"
         return CommandFailure(BAD_INPUT, "Invalid input:", said)
     return _unexpected(error)
 

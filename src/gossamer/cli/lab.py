@@ -152,7 +152,8 @@ def down(prefix: str | None = None, *, as_json: AsJson = False) -> int:
     if prefix is not None and prefix not in gone:
         if prefix not in standing():
             known = ", ".join(standing()) or "none"
-            raise bad_input(wanted="a standing laboratory", got=repr(prefix), do=f"standing are: {known}")
+            do = f"name one that is running (now: {known})"
+            raise bad_input(wanted="the name of a running emulated network", got=repr(prefix), do=do)
         end(prefix)
         gone = (*gone, prefix)
     _say(f"removed: {', '.join(gone) or 'nothing was left over'}")
@@ -173,21 +174,24 @@ def _islands(text: str) -> tuple[int, ...]:
         return (int(match.group(2)),) * int(match.group(1))
     if re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", text):
         return tuple(int(size) for size in text.split(","))
-    raise bad_input(wanted="islands such as 2x2 or 3,1", got=repr(text), do="write counts of hosts", key="islands")
+    raise bad_input(
+        wanted="islands such as 2x2 or 3,1", got=repr(text), do="write the hosts of each island", key="islands"
+    )
 
 
 def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
-        raise bad_input(wanted="numbers such as 1.0,0.5", got=repr(text), do="one per host", key="cpu") from None
+        do = "write the cores of each host"
+        raise bad_input(wanted="numbers of CPU cores such as 1.0,0.5", got=repr(text), do=do, key="cpu") from None
 
 
 def _memory(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg])i?b?\s*", text, re.IGNORECASE)
     if match is None:
         raise bad_input(
-            wanted="memory such as 512mib or 2gib", got=repr(text), do="write number and unit", key="memory"
+            wanted="memory such as 512mib or 2gib", got=repr(text), do="write a number and a unit", key="memory"
         )
     return int(float(match.group(1)) * 1024 ** (1 + "kmg".index(match.group(2).lower())))
 

@@ -61,9 +61,9 @@ class OutputWriter:
     def unheard(self, answer: CommandResult, error: OSError) -> int:
         """Report that a result could not be written (a full disk behind standard output); return the exit code."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it has nowhere to go, either
-        why = f"standard output takes nothing more: {error.strerror or error}"
+        why = f"cannot write to standard output: {error.strerror or error}"
         if answer.is_report:
-            _write(f"Done, but not told: {why}\n", sys.stderr)
+            _write(f"The command is done, but its result is not printed: {why}\n", sys.stderr)
             return answer.exit_code
         return OutputWriter(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
 

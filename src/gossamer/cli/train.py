@@ -29,7 +29,7 @@ def demo(*, seconds: float | None = None, json: Json = False) -> CommandResult:
         Approximate training time in seconds; default: 120.
     """
     if seconds is not None and not seconds > 0:
-        raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write how long to train", key="--seconds")
+        raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write the training time", key="--seconds")
     return CommandResult(verbs.demo_command(seconds=seconds), is_report=True)
 
 
@@ -72,7 +72,7 @@ def train(
     names = _host_names(hosts)
     node = _node(names, node_rank, nnodes, rdzv_endpoint)
     if plan is not None and not plan.is_file():
-        raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name the file", key="--plan")
+        raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name a plan file", key="--plan")
     resolved = load(run, override)
     check_names(resolved)
     try:

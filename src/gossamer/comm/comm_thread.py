@@ -152,7 +152,7 @@ class P2PStep(CommStep):
         return [(job, 0) for job in range(len(self.rounds))]
 
     def padding_message(self, job: int) -> Message:
-        raise WireMismatch(f"transfer {job} has no message to send")
+        raise WireMismatch(f"point-to-point transfer {job} has no message to send: internal error, please report")
 
     def on_started(self, job: int, one: _Job) -> bool:
         self.started[job].set_result(one)
@@ -202,7 +202,9 @@ class _Job:
         self.under_way = None
         if self.outcome is None:
             self.method.close()
-            raise WireMismatch("a transfer declared one message and wants to send more")
+            raise WireMismatch(
+                "a point-to-point transfer declared one message and has another to send: internal error, please report"
+            )
 
 
 class CommThread:
@@ -268,7 +270,7 @@ class CommThread:
         while job not in jobs:
             arrived = step.arrivals.get()
             if arrived is None:
-                raise _Dropped("this rank gave the step up")
+                raise _Dropped("this rank aborted the communication of the step")
             jobs[arrived[0]] = _Job(arrived[1])
         one = jobs[job]
         began = time.perf_counter()
@@ -283,7 +285,7 @@ class CommThread:
         del reply  # before anyone is told of the result: a waiting thread goes on with its buffers freed
         if r == step.rounds[job]:
             if one.outcome is None:
-                raise WireMismatch(f"job {job} declared {r} messages and wants to send more")
+                raise WireMismatch(f"exchange job {job} declared {r} messages and has another to send")
             del jobs[job]
             step.futures[job].set_result(one.outcome)
         else:

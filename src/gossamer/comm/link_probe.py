@@ -204,8 +204,8 @@ def _link(latency_s: float, reading: Reading) -> Link:
 def _checked(hosts: Sequence[Sequence[int]], everyone: Sequence[int]) -> Groups:
     if hosts and sorted(rank for host in hosts for rank in host) != sorted(everyone):
         raise bad_input(
-            wanted=f"hosts that hold every one of {len(everyone)} ranks once",
+            wanted=f"a list of the ranks of each host, with every one of {len(everyone)} ranks once",
             got=str([list(host) for host in hosts]),
-            do="list the ranks of each machine, or none",
+            do="list the ranks of each host, or give an empty list",
         )
     return tuple(tuple(host) for host in hosts)

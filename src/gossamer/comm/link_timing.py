@@ -174,9 +174,9 @@ def _agreed(channel: Channel, seconds: float, level: str) -> list[float]:
     for rank, taken in zip(channel.levels.everyone, times, strict=True):
         if not (math.isfinite(taken) and taken >= 0):
             raise bad_input(
-                wanted=f"the seconds of a message of the link probe at level {level!r}",
+                wanted=f"a finite time of 0 s or more for a message of the link probe (process group {level!r})",
                 got=f"{taken:g} s on rank {rank}",
-                do="check the clock of that host, or name plan.exchange and plan.sync, which need no probe",
+                do="check the clock of that rank's host, or set plan.exchange and plan.sync to a method, not auto",
                 key="plan.exchange",
             )
     return times

@@ -143,8 +143,8 @@ class ProcessGroups:
 
     def _unknown(self, level: str, what: str) -> BadInput:
         return BadInput(
-            f"the process group {level!r} {what} does not exist, the run has {', '.join(self.groups)}: list the ranks "
-            "of each island in machines.islands, or choose methods without islands"
+            f"the process group {level!r} {what} does not exist, the process groups are {', '.join(self.groups)}: "
+            "list the ranks of each island in machines.islands, or choose methods without islands"
         )
 
 

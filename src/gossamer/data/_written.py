@@ -27,10 +27,13 @@ def parse_written(room: Registry[T], written: Written, *, key: str) -> T:
     known: tuple[Field[Any], ...] = fields(room.type(name))  # type: ignore[arg-type]
     first = known[0].name if known else None
     if colon and first is None:
-        raise bad_input(wanted=name, got=repr(written), do=f"{name} takes nothing after it", key=key)
+        raise bad_input(wanted=f"{name} without a value", got=repr(written), do=f"write {name} alone", key=key)
     needs = bool(known) and known[0].default is MISSING
     if needs and not value.strip():
         raise bad_input(
-            wanted=f"{name}:{str(first).upper()}", got=repr(written), do="write it after the colon", key=key
+            wanted=f"{name}:{str(first).upper()}",
+            got=repr(written),
+            do=f"write the value of {first} after the colon",
+            key=key,
         )
     return room.build({name: {first: value.strip()}} if value else name, key=key)

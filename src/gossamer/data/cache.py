@@ -68,7 +68,8 @@ def write_file(target: Path, data: bytes) -> None:
                 beside.unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise BadInput(f"cannot write {target}: {error.strerror or error}") from None
+        do = "check the free space and the permissions of its folder"
+        raise BadInput(f"cannot write {target}: {error.strerror or error}: {do}") from None
 
 
 def make_folder(target: Path, fill: Callable[[Path], None]) -> None:
@@ -82,7 +83,8 @@ def make_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(beside, ignore_errors=True)
         if target.is_dir():  # another process was first
             return
-        raise BadInput(f"cannot write the cache {target}: {error.strerror or error}", key="data.cache") from None
+        do = "free disk space, or set data.cache to another folder"
+        raise BadInput(f"cannot write the cache {target}: {error.strerror or error}: {do}", key="data.cache") from None
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise

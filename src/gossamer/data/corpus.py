@@ -65,7 +65,7 @@ def open_corpus(
     Raises BadInput for what is wrong with any of them, and when a side is shorter than one sequence.
     """
     if sequence < 2:
-        raise bad_input(wanted="at least 2 tokens", got=str(sequence), do="raise it", key="data.sequence")
+        raise bad_input(wanted="at least 2 tokens", got=str(sequence), do="set 2 or more", key="data.sequence")
     text, recipe = parse_source(source), parse_tokenizer(tokenizer)
     where = open_cache(cache)
     found = cached_manifest(text, cache=where)
@@ -121,7 +121,8 @@ def _tokenized(
         told = sum(known[side]["bytes"] for side in SIDES)
         if told != found.bytes:
             raise BadInput(
-                f"the corpus changed while it was read ({found.bytes} bytes, then {told}): start again",
+                f"the corpus changed while it was read ({found.bytes} bytes at first, then {told} bytes): "
+                "start again, and leave its files unchanged until the first step",
                 key="data.source",
             )
         write_json(beside / "manifest.json", known)

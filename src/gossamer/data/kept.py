@@ -42,9 +42,11 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         separator = "" if changed else json.loads(texts["tokenizer_config.json"])["eos_token"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise BadInput(f"the tokenizer in {folder} cannot be read ({said}): put its files back", key=_KEY) from None
+        do = "restore the files that the run wrote"
+        raise BadInput(f"the tokenizer in {folder} cannot be read ({said}): {do}", key=_KEY) from None
     if changed:
-        raise BadInput(f"{folder / changed[0]} is not as the run wrote it: put the file back", key=_KEY)
+        do = "restore the file that the run wrote"
+        raise BadInput(f"{folder / changed[0]} has changed since the run wrote it (other SHA-256): {do}", key=_KEY)
     if identity["fingerprint"] == Bytes().fingerprint:  # needs no package
         return Bytes()
     return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY)

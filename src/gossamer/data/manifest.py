@@ -12,7 +12,7 @@ from typing import Literal
 
 from gossamer.data.cache import read_json, write_json
 from gossamer.data.source import Document, Source, written
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, bad_input
 
 SplitSide = Literal["train", "validation"]
 SIDES: tuple[SplitSide, SplitSide] = ("train", "validation")
@@ -89,7 +89,12 @@ class Holdout:
     def of(found: CorpusManifest, fraction: float) -> Holdout:
         """Return the holdout rule for a corpus; raises BadInput unless 0 <= fraction < 1."""
         if not 0 <= fraction < 1:
-            raise BadInput(f"wanted a fraction from 0 up to, not including, 1; got {fraction}", key="data.validation")
+            raise bad_input(
+                wanted="a fraction of the text >= 0 and < 1",
+                got=f"{fraction}",
+                do="write the fraction to hold out for validation, such as 0.05, or 0 for none",
+                key="data.validation",
+            )
         if fraction == 0:
             return Holdout(fraction, "none")
         return Holdout(fraction, "hash" if found.lowest < fraction <= found.highest else "tail")

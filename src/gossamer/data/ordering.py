@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import bad_input
 
 _ROUNDS = 6
 
@@ -31,7 +31,9 @@ class SampleOrder:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise BadInput(f"there is nothing to put in order: {self.size} sequences", key="data.source")
+            raise bad_input(
+                wanted="at least 1 sequence", got=f"{self.size} sequences", do="give more text", key="data.source"
+            )
 
     def __call__(self, indices: int | Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sequence indices of global indices, in their shape (an int gives shape ()); int64."""

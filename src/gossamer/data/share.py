@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 
 
 def global_indices(step: int, batch: int) -> range:
@@ -21,8 +21,11 @@ def share_rows(batch: int, share: Sequence[float]) -> tuple[int, ...]:
     """
     for part in share:
         if not (math.isfinite(part) and part > 0):
-            raise BadInput(
-                f"every rank needs a positive share of the batch, got {list(share)}", key="plan.batch_fractions"
+            raise bad_input(
+                wanted="one positive number per rank, its fraction of the batch",
+                got=f"{list(share)}",
+                do="write a number above 0 for every rank",
+                key="plan.batch_fractions",
             )
     if batch < len(share):
         raise bad_input(

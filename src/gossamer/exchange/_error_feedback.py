@@ -44,8 +44,8 @@ def require_stateless(inner: Exchange) -> None:
     """Raise BadInput for an inner exchange with error feedback: both would send the same compression error."""
     if inner.traits.remembers:
         raise bad_input(
-            wanted="an exchange that does not remember what it did not send",
+            wanted="an inner exchange without error feedback",
             got=type(inner).__name__,
-            do="put this method around what is inside it, or leave one of the two out",
+            do="choose another inner exchange, e.g. {topk: {fraction: 0.01}}",
             key="inner",
         )

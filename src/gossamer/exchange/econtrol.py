@@ -52,7 +52,7 @@ class EControl(Exchange):
     def __post_init__(self) -> None:
         require_stateless(self.inner)
         if self.eta is not None and not 0 <= self.eta <= 1:
-            raise bad_input(wanted="0 <= eta <= 1", got=repr(self.eta), do="leave it out: it is computed", key="eta")
+            raise bad_input(wanted="0 <= eta <= 1", got=repr(self.eta), do="remove eta: it is then computed", key="eta")
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -98,8 +98,8 @@ class EControl(Exchange):
         if self.eta >= limit:
             raise bad_input(
                 wanted=f"eta below {limit:.3g} (the inner exchange contracts by delta = {delta:.3g})",
-                got=f"{self.eta:g}, with which errors grow",
-                do="leave eta out: it is computed",
+                got=f"{self.eta:g}, with which the residual grows without bound",
+                do="remove eta: it is then computed",
                 key="eta",
             )
 

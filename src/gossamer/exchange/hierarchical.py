@@ -158,7 +158,7 @@ class Hierarchical(Exchange):
             raise bad_input(
                 wanted="a codec whose messages have a fixed size",
                 got=repr(self.intra_codec),
-                do="choose a cast (bfloat16, float16), or none",
+                do="set intra_codec to bfloat16 or float16, or remove it",
                 key="intra_codec",
             )
 

@@ -54,8 +54,9 @@ class PowerSgd(Exchange):
     def __post_init__(self) -> None:
         check_rank(self.rank)
         if self.p_exchange.traits.remembers:
-            do = "put feedback around powersgd: a factor that was rounded off owes nothing"
-            raise bad_input(wanted="an exchange without feedback", got=repr(self.p_exchange), do=do, key="p_exchange")
+            wanted = "an exchange without error feedback for the low-rank factor P"
+            do = "choose another p_exchange, and write {error_feedback: {powersgd: ...}} for error feedback"
+            raise bad_input(wanted=wanted, got=repr(self.p_exchange), do=do, key="p_exchange")
 
     @property
     def traits(self) -> ExchangeTraits:

@@ -39,7 +39,8 @@ class Star(Exchange):
 
     def __post_init__(self) -> None:
         if self.hub != "auto" and self.hub < 0:
-            raise bad_input(wanted="a place from 0, or auto", got=repr(self.hub), do="give auto, say", key="hub")
+            wanted = "the index of a rank in its process group (0 or more), or auto"
+            raise bad_input(wanted=wanted, got=repr(self.hub), do="set hub to auto", key="hub")
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -76,8 +77,9 @@ class Star(Exchange):
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         smallest = min((len(g) for g in levels.groups["all"] if len(g) > 1), default=1)
         if self.hub != "auto" and self.hub >= smallest > 1:
-            do = f"give a place from 0 to {smallest - 1}, or auto"
-            raise bad_input(wanted="a hub among the ranks", got=f"place {self.hub} of {smallest}", do=do, key="hub")
+            wanted, do = "a hub in the smallest process group", f"set hub to 0 to {smallest - 1}, or to auto"
+            got = f"index {self.hub} in a group of {smallest} ranks"
+            raise bad_input(wanted=wanted, got=got, do=do, key="hub")
 
     def _hub(self, ranks: int) -> int:
         return ranks // 2 if self.hub == "auto" else min(self.hub, ranks - 1)  # a rank alone is its own hub

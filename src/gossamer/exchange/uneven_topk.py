@@ -65,7 +65,7 @@ class UnevenTopK(Exchange):
             raise bad_input(wanted="gamma > 0", got=repr(self.gamma), do="give 1", key="gamma")
         if self.overlap_max_senders < 1:
             raise bad_input(
-                wanted="overlap >= 1", got=repr(self.overlap_max_senders), do="give 1", key="overlap_max_senders"
+                wanted="at least 1 sender", got=repr(self.overlap_max_senders), do="give 1", key="overlap_max_senders"
             )
         if not math.isfinite(self.tilt):
             raise bad_input(wanted="a finite tilt", got=repr(self.tilt), do="give 0", key="tilt")
@@ -110,8 +110,8 @@ class UnevenTopK(Exchange):
         if len(self.fractions) not in (1, ranks):
             raise bad_input(
                 wanted=f"one fraction, or one for each of {ranks} ranks",
-                got=f"{len(self.fractions)}",
-                do="list as many as there are processes",
+                got=f"{len(self.fractions)} fractions",
+                do=f"list 1 or {ranks} fractions",
                 key="fractions",
             )
 

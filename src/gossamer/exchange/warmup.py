@@ -45,7 +45,8 @@ class Warmup(Exchange):
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise bad_input(wanted="steps >= 0", got=repr(self.steps), do="give a tenth of the run, say", key="steps")
+            do = "give the number of warm-up steps, e.g. a tenth of train.steps"
+            raise bad_input(wanted="steps >= 0", got=repr(self.steps), do=do, key="steps")
 
     @property
     def traits(self) -> ExchangeTraits:

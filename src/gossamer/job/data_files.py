@@ -34,8 +34,8 @@ def check_data_files(file: Path, corpus: Corpus) -> None:
     if not isinstance(before, dict) or not now or not (told := _differences(before, now)):
         return
     raise BadInput(
-        f"the text is not that of the run: {told}. The order of the samples would change: put the text back as it was, "
-        "or start a new run",
+        f"the training text has changed since the run began: {told}. The order of the samples would change: "
+        "restore the text, or start a new run",
         key="data.source",
     )
 

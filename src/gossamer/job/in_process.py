@@ -34,7 +34,7 @@ from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, RunFailed, bad_input
+from gossamer.spec.errors import RunFailed, bad_input
 from gossamer.store.checkpoint import list_checkpoints
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
@@ -94,7 +94,10 @@ def train_in_process(
     try:
         return _train(model, data, config, resume)
     except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
-        raise RunFailed(f"the model, the data or a library ended the process (SystemExit: {left.code})") from left
+        raise RunFailed(
+            f"the model, the data or a library ended the process (SystemExit: {left.code}): "
+            "remove or catch its call of sys.exit"
+        ) from left
 
 
 def _train(
@@ -168,7 +171,7 @@ def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     raise bad_input(
         wanted="a mapping of sections, a RunConfig, or the path of a file",
         got=_kind(config),
-        do='write {"train": {"steps": 100}}, say',
+        do='write, for example, {"train": {"steps": 100}}',
         key="config",
     )
 
@@ -179,7 +182,7 @@ def _check_model(model: object) -> None:
         return
     do = "give a module, the name or folder of a Hugging Face model, or the keys of `model` as a mapping"
     if isinstance(model, type) and issubclass(model, nn.Module):
-        do = f"give one of them: {model.__name__}(...)"
+        do = f"give an instance: {model.__name__}(...)"
     elif callable(model):
         do = f"give what it returns, or {{'factory': 'package.module:{getattr(model, '__name__', 'function')}'}}"
     raise bad_input(wanted="a model", got=_kind(model), do=do, key="model")
@@ -198,7 +201,7 @@ def _check_written(values: Mapping[Any, Any], above: str = "") -> None:
                 wanted="a number, a text, a list or a mapping, as in a file",
                 got=_kind(value),
                 do=f"write its name and its settings, such as {{'{_name(value).lower()}': {{...}}}}; "
-                "`gossamer methods` lists what there is",
+                "`gossamer methods` lists the methods",
                 key=key,
             )
 
@@ -220,7 +223,7 @@ def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
     if config.machines.processes > 1 and place.is_alone:
         raise bad_input(
             wanted=f"{config.machines.processes} processes",
-            got="one: a model that lives in this process cannot be in several",
+            got="1, as the model was built in this process and other processes cannot use it",
             do="start this script with `torchrun --nproc-per-node N`, or use `gossamer train` with model.factory",
             key="machines.processes",
         )
@@ -271,13 +274,20 @@ def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tu
     A run is resumed only if it holds a checkpoint, which all ranks write together.
     """
     if resume not in (None, "auto"):
-        raise bad_input(wanted='resume="auto" or None', got=repr(resume), do="or call gossamer.resume(RUN_DIR)")
+        raise bad_input(
+            wanted='resume="auto" or None', got=repr(resume), do='give "auto", or call gossamer.resume(RUN_DIR)'
+        )
     runs = Path(config.run.directory)
     if place.is_alone:
         found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
         return (found, True) if found else (RunDirectory.create(runs, config.run.name or "run"), False)
     if config.run.name is None:
-        raise BadInput("several ranks write to one folder: give it a name", key="run.name")
+        raise bad_input(
+            wanted=f"the name of the run directory, to which all {place.ranks} ranks write",
+            got="no name",
+            do="set run.name, to the same name on all ranks",
+            key="run.name",
+        )
     named = RunDirectory(runs / config.run.name)
     return named, resume is not None and _has_checkpoint(named)
 

@@ -161,7 +161,10 @@ def _keep(job: RankJob, sink: Sink) -> None:
         job.callbacks.keep()
     except (OSError, BadInput) as error:  # BadInput: a tokenizer beside the weights that cannot be read
         why = getattr(error, "strerror", None) or str(error)
-        said = f"what sampling and exporting need was not kept in {job.directory.path}: {why}"
+        said = (
+            "the files that `gossamer sample` and `gossamer export` need could not be written to "
+            f"{job.directory.path}: {why}; the training continues"
+        )
         sink(records.Event(level="warning", message=said))
 
 

@@ -41,7 +41,8 @@ class RecordWriter:
         problem = self._write()
         if problem is not None and not self._told:
             self._told = True
-            _log.warning("%s cannot be written (%s): the run goes on", self._directory.records_file, problem.strerror)
+            said = "%s cannot be written (%s): the run continues, and writes its records as soon as it can"
+            _log.warning(said, self._directory.records_file, problem.strerror)
         if problem is not None and isinstance(record, records.End) and record.outcome != "failed":
             self._insist(record)
         if self._show is not None:
@@ -51,8 +52,9 @@ class RecordWriter:
         time.sleep(_AGAIN_S)
         if (problem := self._write()) is not None:
             raise RunFailed(
-                f"{record.outcome} at step {record.step}, which is saved, but {len(self._unwritten)} records are not "
-                f"in {self._directory.records_file}: {problem.strerror}. Free space and resume: nothing else is lost"
+                f"the run ended ({record.outcome}) at step {record.step} and its checkpoint is saved, but "
+                f"{len(self._unwritten)} records are not in {self._directory.records_file}: {problem.strerror}. "
+                f"Free disk space, then run `gossamer resume {self._directory.path}`: nothing else is lost"
             )
 
     def _write(self) -> OSError | None:

@@ -40,7 +40,10 @@ class TrainedRun:
     def words(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput if there is none."""
         if self.tokenizer is None:
-            raise BadInput("this run was trained on data that is no text: it has no tokenizer")
+            raise BadInput(
+                "the run has no tokenizer, as it was trained on data other than text: call its module, "
+                "gossamer.load(RUN_DIR).module, with tensors"
+            )
         return self.tokenizer
 
 
@@ -88,8 +91,8 @@ def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) ->
         section = section.model_copy(update={"hf": str(directory.model), "gguf": None, "config": in_code})
     elif not any((section.hf, section.gguf, section.factory)):
         raise BadInput(
-            f"{directory.path} trained a module that a program made, and only that program can make it again: "
-            "there, call gossamer.load(RUN_DIR, module=...) with one built alike",
+            f"the run in {directory.path} trained a module that a Python program built, and has no copy of its code: "
+            "in that program, call gossamer.load(RUN_DIR, module=...) with a new module of the same structure",
             key="model",
         )
     return origin_of(section).fitted_to_tokenizer(tokenizer.vocabulary, tokenizer.separator)
@@ -107,7 +110,7 @@ def _importing(config: RunConfig, here: Path) -> Iterator[None]:
         raise BadInput(
             f"the model of this run is made by {config.model.factory}, and there is no module {missing!r} to import "
             f"(looked for in {places} and on the path): a run keeps weights, not your code. "
-            f"Stand in the folder that holds {missing}, or put that folder into PYTHONPATH",
+            f"Run the command in the folder that contains {missing}, or add that folder to PYTHONPATH",
             key="model.factory",
         ) from None
 

@@ -169,12 +169,12 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
         said = str(error).strip().splitlines()[0]
         if "address already in use" in said:  # never of our own supervisor's: that listens before it starts anybody
             raise BadInput(
-                f"port {place.master.port}, where rank 0 is to listen, is in use{owner(place.master.port)}: "
-                "end that, or set MASTER_PORT to another port on all ranks"
+                f"rank 0 cannot listen on port {place.master.port}, which is in use{owner(place.master.port)}: "
+                "end that process, or set MASTER_PORT to another port on all ranks"
             ) from None
         raise PeerLost(
-            f"rank {place.rank} cannot reach the meeting point {place.master.host}:{place.master.port}: {said}. "
-            "Rank 0 listens there: look whether it has started, and whether this host reaches that address"
+            f"rank {place.rank} cannot connect to rank 0 at {place.master.host}:{place.master.port}: {said}. "
+            "Check that rank 0 has started, and that this host can reach that address"
         ) from None
     first = place.local_rank if place.own_directory else place.rank
     writers = place.local_ranks if place.own_directory else place.ranks

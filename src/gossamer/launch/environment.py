@@ -111,7 +111,9 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LauncherRank:
         (place.host, "host", place.hosts),
     ):
         if not 0 <= small < large:
-            raise BadInput(f"{launcher}: wanted 0 <= {name} < {large}, got {small}: variables of two launchers mixed?")
+            raise BadInput(
+                f"{launcher}: wanted 0 <= {name} < {large}, got {small}: unset the other launcher's variables"
+            )
     return place
 
 
@@ -126,7 +128,7 @@ class _Variables:
             if self.all.get(name):
                 return self.all[name]
         others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
-        raise BadInput(f"environment variable {names[0]}{others} is not set: the launcher should set it, or set it")
+        raise BadInput(f"environment variable {names[0]}{others} is not set: set it, or use a launcher that sets it")
 
     def number(self, *names: str) -> int:
         text = self.text(*names)

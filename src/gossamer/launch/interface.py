@@ -56,7 +56,9 @@ def route_to(address: str) -> str:
         try:
             probe.connect((address, 9))
         except OSError as error:
-            raise BadInput(f"this host has no route to {address}: {error.strerror}") from None
+            raise BadInput(
+                f"this host has no route to {address} ({error.strerror}): give an address that it can reach"
+            ) from None
         own: str = probe.getsockname()[0]
     return own
 
@@ -180,5 +182,8 @@ def choose(first: Sequence[Interface], measured: Sequence[Mapping[str, tuple[str
     }
     if not worst:
         names = ", ".join(f"{device.name} ({device.address})" for device in first)
-        raise BadInput(f"no network device of host 0 is reached by all hosts; tried {names}", key="machines.interface")
+        raise BadInput(
+            f"no network device of host 0 is reached by all hosts; tried {names}: connect all hosts to one network",
+            key="machines.interface",
+        )
     return max(worst, key=lambda device: worst[device])

@@ -54,7 +54,7 @@ class LaunchRequest:
 
     def __post_init__(self) -> None:
         if self.processes < 1:
-            raise BadInput(f"wanted at least 1 process, got {self.processes}", key="machines.processes")
+            raise BadInput(f"wanted at least 1 process, got {self.processes}: give 1 or more", key="machines.processes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,13 @@ def listen(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((address, port), backlog=128)
     except socket.gaierror as error:
-        raise BadInput(f"{address} is no address or name that this host knows: {error.strerror}") from None
+        raise BadInput(
+            f"{address} is not an address or host name known to this host ({error.strerror}): check its spelling"
+        ) from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise BadInput(
-                f"port {port} on {address} is in use{owner(port)}: end that, or choose another port"
+                f"port {port} on {address} is in use{owner(port)}: stop the program on it, or choose another port"
             ) from None
         if error.errno == errno.EADDRNOTAVAIL:
             own = ", ".join(f"{d.address} ({d.name})" for d in interfaces()) or "none found"

@@ -63,8 +63,9 @@ def look(hosts: Sequence[str], wanted: HostRequirements) -> dict[str, HostFindin
     seen_of = {name: {_comparable(one.versions.get(name, "")) for one in found.values()} for name in columns}
     differing = [name for name in columns if len(seen_of[name]) > 1]
     if problems or differing:
-        differ = f"; {', '.join(differing)} must be equal on all" if differing else ""
-        raise BadInput(f"not every host can run this{differ}:\n{_table(hosts, columns, found, problems)}")
+        differ = f"; the versions of {', '.join(differing)} must be equal on all hosts" if differing else ""
+        table = _table(hosts, columns, found, problems)
+        raise BadInput(f"not every host is ready to train{differ}; fix the problems in this table:\n{table}")
     return found
 
 
@@ -86,7 +87,7 @@ def _look_at(host: str, wanted: HostRequirements) -> HostFindings | str:
     try:
         return read_line(said.stdout.strip().rpartition("\n")[2].encode(), _FOUND)
     except WireMismatch:
-        return f"answers strangely: {said.stdout[-80:]!r} (its shell's start-up files must print nothing)"
+        return f"unexpected output {said.stdout[-80:]!r} (its shell's start-up files must print nothing)"
 
 
 def _comparable(version: str) -> str:

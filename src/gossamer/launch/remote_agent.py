@@ -49,7 +49,9 @@ class Sender:
         while not self._inbox and not self.is_gone:
             self.read()
         if not self._inbox:
-            raise WireMismatch("wanted an order on standard input, got nothing")
+            raise WireMismatch(
+                "wanted a start command on standard input, got nothing: start this process with gossamer train --hosts"
+            )
         return read_line(self._inbox.pop(0), _ORDER)
 
     def wishes(self) -> int:

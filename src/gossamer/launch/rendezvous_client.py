@@ -30,14 +30,16 @@ def join(call: RendezvousConfig, stack: ExitStack) -> HostMeeting:
     if isinstance(ask, JoinRefused):
         raise BadInput(ask.message)
     if not isinstance(ask, HostQuery):
-        raise WireMismatch(f"host 0 at {call.address}:{call.port}: wanted a question, got {ask.kind}")
+        raise WireMismatch(f"host 0 at {call.address}:{call.port}: wanted a host query, got the message {ask.kind!r}")
     rundir = call.runs / ask.run
     own = _own_interface(call, peer, ask, rundir)
     welcome = peer.receive(within_s=call.hosts * _ANSWER_S)
     if isinstance(welcome, JoinRefused):
         raise BadInput(welcome.message)
     if not isinstance(welcome, JoinAccepted):
-        raise WireMismatch(f"host 0 at {call.address}:{call.port}: wanted a welcome, got {welcome.kind}")
+        raise WireMismatch(
+            f"host 0 at {call.address}:{call.port}: wanted a join answer, got the message {welcome.kind!r}"
+        )
     among = Among(
         host=call.host,
         hostnames=welcome.hostnames,
@@ -83,8 +85,8 @@ def _connect(call: RendezvousConfig) -> socket.socket:
             if now_s - began_s > call.within_s:
                 raise PeerLost(
                     f"host 0 was not reached at {where} within {call.within_s:.0f} s ({error.strerror or error}): "
-                    f"is it started there, with --node-rank 0 --nnodes {call.hosts} and the same --rdzv-endpoint, and "
-                    "open to this host?"
+                    f"start it there with --node-rank 0 --nnodes {call.hosts} and the same --rdzv-endpoint, and check "
+                    "that this host can reach that port"
                 ) from None
             if now_s - reminded_s > (_REMIND_S if reminded_s > began_s else 1.0):
                 call.say(f"waiting for host 0 at {where} ({error.strerror or error})")

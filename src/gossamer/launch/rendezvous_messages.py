@@ -124,7 +124,7 @@ class Peer:
             try:
                 data = self.socket.recv(1 << 16)
             except OSError as error:
-                raise PeerLost(f"nothing came from the other host within {within_s:.0f} s: {error}") from None
+                raise PeerLost(f"no message came from the other host within {within_s:.0f} s: {error}") from None
             if not data:
                 raise PeerLost("the other host closed the connection")
             self._inbox += self._lines.feed(data)

@@ -67,7 +67,7 @@ def _arrivals(
         missing = ", ".join(str(h) for h in range(1, call.hosts) if h not in arrived)
         now_s = time.monotonic()
         if now_s - began_s > call.within_s:
-            lost = f"waited {call.within_s:.0f} s at {where} for host {missing} of {call.hosts}, which did not come"
+            lost = f"waited {call.within_s:.0f} s at {where} for host {missing} of {call.hosts}, which did not connect"
             _tell({host: peer for host, (peer, _) in arrived.items()}, lost)
             raise PeerLost(lost)
         if now_s - reminded_s > (_REMIND_S if arrived or reminded_s > began_s else 1.0):
@@ -87,8 +87,11 @@ def _arrivals(
             connection.close()  # somebody else's, or a port scan
             continue
         if not 1 <= hello.host < max(call.hosts, hello.hosts) or hello.host in arrived:
-            twice = "which is taken: every host needs its own" if hello.host in (0, *arrived) else "which is not there"
-            text = f"{hello.hostname} says that it is host {hello.host}, {twice} --node-rank below {call.hosts}"
+            wrong = "another host has that number" if hello.host in (0, *arrived) else f"there are {call.hosts} hosts"
+            text = (
+                f"{hello.hostname} was started with --node-rank {hello.host}, but {wrong}: give every host a "
+                f"--node-rank of its own from 0 to {call.hosts - 1}"
+            )
             _refuse({-1: peer, **{h: p for h, (p, _) in arrived.items()}}, text)
         arrived[hello.host] = (peer, hello)
     return dict(sorted(arrived.items()))
@@ -161,7 +164,9 @@ def _answer(peer: Peer, hello: JoinRequest) -> HostReply:
     except PeerLost as error:
         raise PeerLost(f"host {hello.host} ({hello.hostname}): {error}") from None
     if not isinstance(answer, HostReply):
-        raise WireMismatch(f"host {hello.host} ({hello.hostname}): wanted an answer, got {answer.kind}")
+        raise WireMismatch(
+            f"host {hello.host} ({hello.hostname}): wanted a host reply, got the message {answer.kind!r}"
+        )
     if answer.problem:
         raise BadInput(f"host {hello.host} ({hello.hostname}): {answer.problem}")
     return answer

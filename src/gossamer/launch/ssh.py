@@ -50,7 +50,9 @@ def launch_hosts(
     """
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice or not hosts:
-        raise BadInput(f"wanted different hosts, got {', '.join(hosts) or 'none'}", key="machines.hosts")
+        raise BadInput(
+            f"wanted every host once, got {', '.join(hosts) or 'none'}: correct the list", key="machines.hosts"
+        )
     wanted = HostRequirements(python=python, paths=tuple(paths), folder=folder or str(Path.cwd()))
     found = look(hosts, wanted)
     where = meet or _meeting_place(hosts, found)
@@ -146,7 +148,7 @@ def _see_through(remotes: Sequence[_Remote], say: Callable[[str], None]) -> int:
     if len(set(codes)) > 1:  # else host 0 has said it all
         for remote, code in zip(remotes, codes, strict=True):
             if code not in (DONE, INTERRUPTED):
-                what = "ssh lost it" if code == _SSH_FAILED else f"exit code {code}"
+                what = "the ssh connection was lost" if code == _SSH_FAILED else f"exit code {code}"
                 say(f"host {remote.host}: {what}\n{remote.said()}".strip())
     return _exit_code(codes)
 

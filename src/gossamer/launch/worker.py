@@ -122,4 +122,4 @@ def _leave_note(place: LauncherRank, error: BaseException) -> None:
             write_error(Path(place.supervisor.errors), place.rank, error)
         except OSError as disk:
             with suppress(OSError):
-                sys.stderr.write(f"no note about this could be left in {place.supervisor.errors}: {disk}\n")
+                sys.stderr.write(f"the report of this error was not written to {place.supervisor.errors}: {disk}\n")

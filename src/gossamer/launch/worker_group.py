@@ -192,8 +192,8 @@ class WorkerGroup:
         position = worker.last_position()
         at = f"step {position.step}, {position.phase}" if position.step >= 0 else f"phase {position.phase}"
         cause = (
-            f"ended in silence at {at}: {exit_text(worker.exit_code or 0)} before its work was done\n"
-            "something in its process ended it: os._exit in the model, the data or a library"
+            f"ended without an error message at {at}: {exit_text(worker.exit_code or 0)} before its work was done\n"
+            "some code in the process ended it, e.g. os._exit in the model, the data or a library"
         )
         return self._failure(rank, "exited", cause).model_copy(update={"exit_code": FAILED, "message": cause})
 

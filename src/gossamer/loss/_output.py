@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -29,10 +29,10 @@ def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
     if isinstance(found, Tensor) and found.ndim == dims:
         return found
     raise bad_input(
-        wanted=f"a model whose forward returns a loss (a scalar) or logits {shape}, alone, first in a tuple, or "
-        "under these names",
+        wanted=f"a model whose forward returns a loss (a scalar) or logits {shape}, alone, first in a tuple, or as a "
+        "key or attribute named loss or logits",
         got=describe(output),
-        do="return one of these from forward, or train with a factory that wraps the model",
+        do="return one of these from forward, or set model.factory to a function that returns a wrapper of the model",
         key="model",
     )
 
@@ -61,7 +61,12 @@ def labels_of(batch: Mapping[str, Tensor], key: str) -> Tensor:
     """Return the labels of a batch. Raise BadInput that lists the keys the batch has."""
     if key in batch:
         return batch[key]
-    raise BadInput(f"wanted labels under {key!r} in a batch, got {', '.join(sorted(batch)) or 'nothing'}", key="data")
+    raise bad_input(
+        wanted=f"a batch with the key {key!r}, which holds the labels",
+        got=f"a batch with {', '.join(sorted(batch)) or 'no keys'}",
+        do=f"add {key!r} to every item of the data set",
+        key="data",
+    )
 
 
 def describe(output: Any) -> str:

@@ -52,7 +52,7 @@ def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
         raise bad_input(
             wanted=f"a forward that takes tokens, as its first parameter or as {_FIRST}",
             got=f"{type(inner).__name__}.forward{inspect.signature(inner.forward)}",
-            do="give it such a parameter",
+            do=f"add a parameter {_FIRST} to forward",
             key="model",
         )
     first = next(iter(parameters)) if positional else None
@@ -83,6 +83,6 @@ def _check_required(
         raise bad_input(
             wanted="a forward that needs only input_ids, labels, attention_mask, position_ids",
             got=f"{type(module).__name__}.forward, which also needs {', '.join(needs)}",
-            do="give these a default, or return a wrapper from a factory",
+            do="give these parameters a default, or wrap the model in a module that fills them in (model.factory)",
             key="model",
         )

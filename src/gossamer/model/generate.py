@@ -102,7 +102,7 @@ def logits_of(output: Any) -> Tensor:
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         raise bad_input(
             wanted="logits (batch, sequence, vocabulary) from a forward without labels",
-            got=f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__} without any",
+            got=f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__} without logits",
             do="let forward return its logits where no labels are given",
             key="model",
         )
@@ -124,8 +124,8 @@ def check_prompt(prompt: str, *, key: str) -> None:
     try:
         prompt.encode("utf-8")
     except UnicodeEncodeError:
-        got = f"{prompt!a}, in which bytes are no UTF-8"
-        raise bad_input(wanted="text", got=got, do="write it anew in UTF-8", key=key) from None
+        got = f"{prompt!a}, in which bytes are not UTF-8"
+        raise bad_input(wanted="UTF-8 text", got=got, do="write it again in UTF-8", key=key) from None
 
 
 def _check(*, tokens: int, temperature: float, top_k: int, window: int) -> None:
@@ -136,4 +136,6 @@ def _check(*, tokens: int, temperature: float, top_k: int, window: int) -> None:
         ("window", window, 1),
     ):
         if not value >= least:
-            raise bad_input(wanted=f"{name} of at least {least}", got=str(value), do="correct it", key=name)
+            raise bad_input(
+                wanted=f"{name} of at least {least}", got=str(value), do=f"set it to {least} or more", key=name
+            )

@@ -23,7 +23,7 @@ def check_vocabulary(model: int | None, given: int, *, tokenizer: str = "", has_
         return
     named = f"the tokenizer {tokenizer}" if tokenizer else "the tokenizer"
     if given <= model:
-        do = "it was trained with another tokenizer; give its own by data.tokenizer: hf:DIR"
+        do = "the model was trained with another tokenizer; set data.tokenizer: hf:DIR to the model's own tokenizer"
     else:
         do = f"set vocab_size in model.config to at least {given}, or give the model's own tokenizer by hf:DIR"
     raise BadInput(f"the model has {model} token ids, {named} gives {given}: {do}", key="data.tokenizer")

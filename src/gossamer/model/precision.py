@@ -85,9 +85,13 @@ class Precision:
     def check(self, parameters: torch.dtype) -> None:
         """Raise BadInput if parameters of this dtype cannot be trained in this precision."""
         if parameters is torch.float16:
-            wanted, do = "parameters that updates do not round away", "hold them in float32 and compute in fp16"
+            wanted = "a dtype of the parameters in which small updates are not rounded to zero"
+            do = "set model.dtype: float32, and train.precision: fp16 to compute in fp16"
         elif parameters is torch.bfloat16 and self.compute is torch.float16:
-            wanted, do = "float32 parameters", "write model.dtype: float32; the precision says what is computed in"
+            wanted, do = (
+                "float32 parameters",
+                "set model.dtype: float32; train.precision: fp16 computes in fp16 all the same",
+            )
         else:
             return
         got = f"model.dtype: {str(parameters).removeprefix('torch.')} with train.precision: {self.name}"
@@ -112,7 +116,7 @@ def precision_of(name: str) -> Precision:
     for one in (FP32, BF16, FP16):
         if one.name == name or (name == "auto" and one is FP32):
             return one
-    raise BadInput(f"no precision is called {name!r}: auto, fp32, bf16 or fp16", key="train.precision")
+    raise BadInput(f"wanted auto, fp32, bf16 or fp16, got {name!r}: choose one of these", key="train.precision")
 
 
 def _has_fp16() -> bool:

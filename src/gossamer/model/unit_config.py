@@ -32,16 +32,16 @@ def check_open(module: nn.Module, key: str) -> None:
     """Raise BadInput unless the units of a module can be reached, and its forward traced."""
     if isinstance(module, OptimizedModule):
         raise bad_input(
-            wanted="a module whose units can be reached",
+            wanted="a module whose submodules can be reached",
             got="one that torch.compile wrapped as a whole",
-            do="give the module itself, and set model.compile, which compiles its units",
+            do="give the module as it is before torch.compile, and set model.compile: true, which compiles its units",
             key=key,
         )
     if isinstance(module, ScriptModule):
         raise bad_input(
-            wanted="a module whose units can be reached",
-            got="one that torch.jit made as a whole, whose forward is no Python any more",
-            do="give the module itself; blocks of it may be scripted or traced",
+            wanted="a module whose submodules can be reached",
+            got="one that torch.jit made as a whole, whose forward is no Python code",
+            do="give the module as it is before torch.jit; single blocks of it may be scripted or traced",
             key=key,
         )
 
@@ -53,8 +53,8 @@ def check_units(module: nn.Module, names: Sequence[str]) -> None:
     if strange is not None:
         raise bad_input(
             wanted=f"a plan of this model, with units {', '.join(units_of(module, 'auto')[:3])}, ...",
-            got=f"one with the unit {strange}, which it has not",
-            do="plan again",
+            got=f"a plan with the unit {strange}, which this model does not have",
+            do="make a new plan (--dry-run), or train without the plan file",
             key=_KEY,
         )
 
@@ -83,18 +83,18 @@ def _check(known: Mapping[str, nn.Module], name: str, named: Iterable[str]) -> N
     if not _can_be_called(known[name]):
         children = [f"{name}.{child}" for child, _ in known[name].named_children()]
         raise bad_input(
-            wanted="modules that are called",
-            got=f"{name}, a {type(known[name]).__name__}, which nobody calls",
-            do=f"name what is in it ({', '.join(children[:3]) or 'nothing'})",
+            wanted="modules with a forward",
+            got=f"{name}, a {type(known[name]).__name__}, which has no forward",
+            do=f"name the modules in it ({', '.join(children[:3]) or 'there are none'})",
             key=_KEY,
         )
     for other in named:
         if other != name and any(inner is known[name] for inner in known.get(other, nn.Module()).modules()):
-            how = "which are one" if known[other] is known[name] else "which is inside the former"
+            how = "which are the same module" if known[other] is known[name] else f"which is inside {other}"
             raise bad_input(
                 wanted="modules none of which is inside another",
                 got=f"{other} and {name}, {how}",
-                do="name one",
+                do="name only one of them",
                 key=_KEY,
             )
 

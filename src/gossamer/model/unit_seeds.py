@@ -132,7 +132,10 @@ class Keyed:
         seeds = self.seeds
         if not seeds.is_on:
             if torch._C._current_graph_task_id() != -1:  # within backward: a unit is being recomputed
-                raise RuntimeError("a unit is recomputed outside of UnitSeeds.at: run backward under its forward's key")
+                raise RuntimeError(
+                    "a unit is recomputed in a backward outside of UnitSeeds.at: run the backward inside "
+                    "UnitSeeds.at, with the arguments of its forward"
+                )
             return self.real(*args, **kwargs)
         seeds.draw_from(self.place, self.drawn)
         output = self.real(*args, **kwargs)

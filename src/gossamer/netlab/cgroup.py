@@ -58,7 +58,7 @@ def cores_granted(cpu: Sequence[float], *, present: int) -> tuple[float, ...]:
             raise BadInput(
                 f"host {host} would get {cores:.3f} of a core (asked {cpu[host]:g} of {sum(cpu):g}, {present} cores "
                 f"present), and the kernel's smallest quota is {LEAST_QUOTA_US / 1000:g} ms every "
-                f"{PERIOD_US / 1000:g} ms, {least:g} of a core: take fewer hosts or shares nearer to each other",
+                f"{PERIOD_US / 1000:g} ms, {least:g} of a core: take fewer hosts, or cpu shares that differ less",
                 key="cpu",
             )
     return granted
@@ -125,7 +125,7 @@ def _enable(mount: Mount, parent: Path) -> None:
             control.write_text(f"+{mount.controller}", "ascii")
     except OSError as error:
         raise BadInput(
-            f"the cgroup {parent} does not hand on its controller {mount.controller!r} ({error}): start from a "
-            "machine's own root cgroup (not a container's that holds processes), or leave the setting out",
+            f"the cgroup {parent} does not delegate its controller {mount.controller!r} ({error}): start from the root "
+            f"cgroup of a machine (not of a container that runs processes), or leave {mount.controller} out",
             key=mount.controller,
         ) from None

@@ -223,7 +223,9 @@ class Lab:
         assert line.stdout is not None
         if line.stdout.readline() != b"ready\n":
             line.wait()
-            raise RunFailed("laboratory: the delay line did not start (its words are above): it needs /dev/net/tun")
+            raise RunFailed(
+                "laboratory: the delay line did not start (its error output is above): check that /dev/net/tun exists"
+            )
         return line
 
     def _device(self) -> str:

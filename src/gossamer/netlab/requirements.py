@@ -42,7 +42,7 @@ def _tried() -> str | None:
             done = subprocess.run(step, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 said = done.stderr.strip().splitlines()
-                return f"the laboratory needs what `{' '.join(step)}` does, and here it says: {' '.join(said)}"
+                return f"the laboratory needs the command `{' '.join(step)}`, which failed here: {' '.join(said)}"
     finally:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
     return None

@@ -46,7 +46,10 @@ class LabTopology:
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= MOST_HOSTS:
             raise bad_input(
-                wanted=f"1 to {MOST_HOSTS} hosts", got=str(self.hosts), do="give such a number", key="hosts"
+                wanted=f"1 to {MOST_HOSTS} hosts",
+                got=str(self.hosts),
+                do=f"set hosts to 1 to {MOST_HOSTS}",
+                key="hosts",
             )
         check_rate(self.rate_bytes_per_s, key="rate")
         check_rate(self.between_bytes_per_s, key="inter-rate")
@@ -55,7 +58,7 @@ class LabTopology:
             raise bad_input(
                 wanted=f"a delay of 0 to {MOST_DELAY_S * 1000:.0f} ms",
                 got=f"{self.delay_s * 1000:g} ms",
-                do="change delay",
+                do="lower delay, or give 0 for none",
                 key="delay",
             )
         self._check_shares()
@@ -83,9 +86,9 @@ class LabTopology:
         if sum(self.sizes()) != self.hosts or min(self.sizes()) < 1:
             written = "+".join(str(size) for size in self.islands)
             raise bad_input(
-                wanted=f"islands of together {self.hosts} hosts",
+                wanted=f"island sizes that sum to {self.hosts} hosts",
                 got=f"{written} = {sum(self.islands)}",
-                do="make islands and hosts agree",
+                do="change islands or hosts",
                 key="islands",
             )
         if math.isfinite(self.between_bytes_per_s) and not self.has_uplinks:
@@ -96,14 +99,14 @@ class LabTopology:
             raise bad_input(
                 wanted=f"{self.hosts} positive numbers of cores, one per host",
                 got=str(list(self.cpu)),
-                do="give every host one (a host without a quota would donate its idle core to the others)",
+                do="give one number per host (an idle core of a host without a quota would speed up the others)",
                 key="cpu",
             )
         if self.memory_bytes and (len(self.memory_bytes) not in (1, self.hosts) or min(self.memory_bytes) < 2**22):
             raise bad_input(
                 wanted=f"one memory limit or {self.hosts}, each at least 4 MiB",
                 got=f"{list(self.memory_bytes)} bytes",
-                do="change memory",
+                do=f"give one limit for all hosts, or {self.hosts}",
                 key="memory",
             )
 
@@ -113,7 +116,7 @@ class LabTopology:
             raise bad_input(
                 wanted=f"two different hosts of 0 to {self.hosts - 1}",
                 got=f"{pair.source} and {pair.target}",
-                do="change the exception",
+                do="name two different hosts in the exception",
                 key="exceptions",
             )
         check_rate(pair.bytes_per_s, key="exceptions")
@@ -125,6 +128,6 @@ def check_rate(bytes_per_s: float, *, key: str) -> None:
         raise bad_input(
             wanted=f"a rate of at least {LEAST_RATE_BYTES_PER_S * 8 / 1000:.0f} kbit/s",
             got=f"{bytes_per_s * 8:g} bit/s",
-            do="raise it (to stop a link, cut it)",
+            do="raise the rate (to stop a link, use the event cut)",
             key=key,
         )

@@ -51,9 +51,9 @@ class CommonAdamW(Optimizer):
         """Wrap an optimizer; raise BadInput unless it is AdamW."""
         if not CommonAdamW.serves(rule):
             raise bad_input(
-                wanted="adamw, whose second moments islands can bring together",
+                wanted="adamw, whose second moments can be averaged across islands",
                 got=type(rule).__name__,
-                do="set train.optimizer to adamw, or leave average_second_moments_every out",
+                do="set train.optimizer to adamw, or remove average_second_moments_every",
                 key="plan.sync",
             )
         return CommonAdamW(inner=rule, part=part)

@@ -67,9 +67,9 @@ class OneBitLamb(Adaptive):
         not_negative("floor", self.floor)
         if self.factor_min > self.factor_max:
             raise bad_input(
-                wanted=f"at most {self.factor_max:g}, the largest factor",
+                wanted=f"at most factor_max, which is {self.factor_max:g}",
                 got=f"{self.factor_min:g}",
-                do="lower it",
+                do="lower factor_min or raise factor_max",
                 key="factor_min",
             )
 

@@ -206,7 +206,8 @@ def _met(
         passes.append(one)
         weakref.finalize(one, _close, pump, words, whole, index)
     if not any(one.params for one in passes):
-        raise BadInput("wanted a model with parameters that are trained, got none: unfreeze some of them", key="model")
+        said = "wanted a model with trainable parameters, got none: set requires_grad=True on some of them"
+        raise BadInput(said, key="model")
     return passes
 
 
@@ -237,8 +238,9 @@ def _mind_batch_norm(
             over_all_ranks(layers, one, whole.meet(f"statistics {index}", "gloo"))
         elif whole.rank == 0:
             _log.warning(
-                "%s normalizes by the statistics of each rank's own rows, which is not what one process with the whole "
-                "batch does, and its buffers are each rank's own: pass batch_norm='all' for statistics over all ranks",
+                "BatchNorm layer %s takes statistics over each rank's own rows, unlike one process with the global "
+                "batch, and its running averages differ between ranks: pass batch_norm='all' for statistics over the "
+                "rows of all ranks",
                 layers[0][0],
             )
 
@@ -279,19 +281,19 @@ def _check(
     check_models(models)
     check_optimizers(optimizers)
     if not isinstance(max_grad_norm, (int, float)) or isinstance(max_grad_norm, bool) or not max_grad_norm >= 0:
-        raise bad_input(wanted="a norm of 0 or more", got=repr(max_grad_norm), do="0 is for none", key="max_grad_norm")
+        do = "pass the largest gradient norm, or 0 for no gradient clipping"
+        raise bad_input(wanted="a number of 0 or more", got=repr(max_grad_norm), do=do, key="max_grad_norm")
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise bad_input(
-            wanted="1 backward pass or more", got=repr(accumulate), do="1 exchanges every one", key="accumulate"
-        )
+        do = "pass the number of backward passes before each optimizer step, 1 for no accumulation"
+        raise bad_input(wanted="an integer of 1 or more", got=repr(accumulate), do=do, key="accumulate")
     if batch_norm not in ("rank", "all"):
-        do = "rank takes BatchNorm's statistics over each rank's own rows, all over those of all ranks"
+        do = "pass 'rank' for BatchNorm statistics over each rank's own rows, 'all' for those over all ranks' rows"
         raise bad_input(wanted="one of rank, all", got=repr(batch_norm), do=do, key="batch_norm")
 
 
 def _close(pump: CommThread, words: Channel, whole: LoopGroup, index: int) -> None:
     """Close the communication of a loop at its end, or at the end of the process."""
-    whole.says("left", "has left its loop") if index == 0 else None
+    whole.says("left", "has ended its training loop") if index == 0 else None
     pump.close()
     pump.channel.close()
     words.close()

@@ -116,13 +116,12 @@ class BackwardPasses:
         """
         found = float(digest(list(params.values()), len(params)) % 2**52)
         beside = (found, float(len(params)))
-        rows = self.gathered(
-            StatusRow(TAKEN, self.serial, beside=beside), "taking in parameters that were unfrozen or added"
-        )
+        doing = "the registration of parameters that were unfrozen or added"
+        rows = self.gathered(StatusRow(TAKEN, self.serial, beside=beside), doing)
         if len({tuple(row) for row in rows.beside.tolist()}) > 1:
             raise BadInput(
-                f"{', '.join(params)}: unfrozen or added after gossamer.wrap, with other values on other ranks: make "
-                "them from the same seed on all ranks"
+                f"parameters {', '.join(params)} were unfrozen or added after gossamer.wrap, and their values differ "
+                "between ranks: create them from the same seed on all ranks"
             )
         self.take_in(params)
 
@@ -183,13 +182,13 @@ class BackwardPasses:
         one, new = self._pass, param.grad
         if one is None or name not in one.touched or new is None:
             raise BadInput(
-                f"{name} was made anew after gossamer.wrap (its type or device changed: {param.dtype}, {param.device}"
-                "): move and convert the model before it is wrapped"
+                f"parameter {name} was replaced after gossamer.wrap (its dtype or device changed, now {param.dtype} on "
+                f"{param.device}): convert and move the model before you call gossamer.wrap"
             )
         if new.requires_grad:
             raise BadInput(
-                f"backward(create_graph=True) gives {name} a gradient to differentiate again, and the mean of all "
-                "ranks has no graph: use torch.autograd.grad(loss, ..., create_graph=True), then backward"
+                f"backward(create_graph=True) gives parameter {name} a gradient with an autograd graph, but the mean "
+                "over ranks has none: call torch.autograd.grad(loss, ..., create_graph=True), then backward()"
             )
         refuse_after_hooks(name, param, 1)
         slot = self._buckets.slot_of(name)
@@ -242,8 +241,8 @@ class BackwardPasses:
         if one is not None and all(ending() is None for ending in one.endings.values()):
             self._drop(one)
             raise BadInput(
-                f"backward pass {one.row.serial} ended with an exception on this rank, and the others wait for its "
-                "gradients: end the script, or catch what is wrong before backward is called"
+                f"backward pass {one.row.serial} ended with an exception on this rank, and the other ranks wait for "
+                "its gradients: let that exception end the script, or check the batch and the loss before backward()"
             )
         if one is not None and name in one.touched:  # the nested pass of activation checkpointing reaches it again
             self.end()
@@ -339,8 +338,8 @@ class BackwardPasses:
         self.skipped += 1
         if self.has_exchange_state and self.skipped > _SKIPPED:
             raise BadInput(
-                f"{self.skipped} backward passes without a step of the optimizer that was wrapped: what the exchange "
-                "keeps back would never be sent. Step it, or use an exchange that keeps nothing"
+                f"{self.skipped} backward passes without a step of the wrapped optimizer: the exchange's residuals "
+                "would never be sent. Call step() of that optimizer, or use an exchange without residuals (dense)"
             )
 
     def defer(self, deferred: Deferred) -> bool:

@@ -108,8 +108,8 @@ class Divider:
             mine = self.rows(batch, lambda whole: self._taking(whole, taken))
             if not taken:
                 raise BadInput(
-                    "wanted rows(batch, take) to call take(number of rows), got a function that never did: index the "
-                    "batch with the slice that take returns",
+                    "wanted a function rows(batch, take) that calls take(number of rows), got one that did not: call "
+                    "take, and index the batch with the slice that it returns",
                     key="rows",
                 )
             return Share(mine, *taken[-1], mark)
@@ -153,7 +153,7 @@ class Divider:
                 raise bad_input(
                     wanted=f"a tensor or list called {path!r} in the batch",
                     got=", ".join(repr(one) for one in sorted((*tensors, *lists)) if one) or "none",
-                    do="name it as it is called there",
+                    do="use a name from the batch as a key of rows=",
                     key="rows",
                 )
         self._check_time_major(tensors)
@@ -170,14 +170,14 @@ class Divider:
             raise bad_input(
                 wanted="batches of tensors (in tuples, lists, dictionaries, dataclasses)",
                 got=f"{_form(leaf)} at {path or 'the top'}",
-                do="pass rows=, a function (batch, take) that gives the rows take(n) of n, or split=False where "
-                "every rank's loader gives its own data",
+                do="pass rows=, a function of (batch, take) that indexes a batch of n rows with the slice take(n), or "
+                "split=False if every rank's loader yields its own data",
             )
         if not found:
             raise bad_input(
-                wanted="a batch with rows that can be dealt out",
+                wanted="a batch whose rows can be split over ranks",
                 got=f"{type(batch).__name__} without a tensor of one dimension or more",
-                do="pass split=False where every rank's loader gives its own data",
+                do="pass split=False if every rank's loader yields its own data",
             )
         return found
 
@@ -213,8 +213,8 @@ class Divider:
         elif is_told or not _is_of_one_kind(one) or (not path and len(one) <= _FIELDS):
             return False  # fields, each with its own rows
         raise bad_input(
-            wanted="to know whether a list that is as long as the batch has one thing for each row",
-            got=f"{type(one).__name__} of {whole} {'tensors of as many rows' if inner else 'numbers'} at "
+            wanted="rows= for a list as long as the batch: one item per row, or the same list for all rows",
+            got=f"{type(one).__name__} of {whole} {f'tensors of {whole} rows each' if inner else 'numbers'} at "
             f"{path or 'the top'}, in a batch of {whole} rows",
             do=_how_to_tell(path, inner),
             key="rows",
@@ -225,9 +225,9 @@ class Divider:
             return
         if all(leaf.ndim >= 2 for leaf in tensors.values()) and len({leaf.shape[1] for leaf in tensors.values()}) == 1:
             raise bad_input(
-                wanted="to know which dimension of a batch has rows, as the model has layers with batch_first=False",
-                got=", ".join(f"{path or 'tensor'} of {tuple(leaf.shape)}" for path, leaf in tensors.items()),
-                do="pass rows=1 where the second dimension has them, rows=0 where the first has",
+                wanted="rows=, the batch dimension of the inputs, as the model has layers with batch_first=False",
+                got=", ".join(f"{path or 'tensor'} of shape {tuple(leaf.shape)}" for path, leaf in tensors.items()),
+                do="pass rows=1 if the second dimension is the batch dimension, rows=0 if the first is",
                 key="rows",
             )
 
@@ -240,10 +240,11 @@ class Divider:
             odd = next((path for path, size in sizes.items() if size != usual), "")
             listed = ", ".join(f"{path or 'tensor'}: {size}" for path, size in sizes.items())
             raise bad_input(
-                wanted="the same size of dimension 0, the rows, in every tensor of a batch"
-                + (f": {wanted}, as the loader says" if wanted is not None else ""),
+                wanted="the same number of rows (size of dimension 0) in every tensor of a batch"
+                + (f": {wanted}, the loader's batch size" if wanted is not None else ""),
                 got=listed,
-                do=f'pass rows={{"{odd}": None}} if it is the same for all rows, {{"{odd}": d}} if dim d has them',
+                do=f'pass rows={{"{odd}": None}} if {odd or "the tensor"} is the same for all rows, or '
+                f'rows={{"{odd}": d}} if its rows are in dimension d',
                 key="rows",
             )
         return several.pop()
@@ -259,9 +260,9 @@ def _is_of_one_kind(one: Sequence[Any]) -> bool:
 
 def _how_to_tell(path: str, inner: Sequence[str]) -> str:
     if not inner:
-        return f'pass rows={{"{path}": 0}} if it has, rows={{"{path}": None}} if it is the same for all rows'
+        return f'pass rows={{"{path}": 0}} for one item per row, or rows={{"{path}": None}} for the same for all rows'
     fields = ", ".join(f'"{own}": 0' for own in inner)
-    return f"pass rows={{{fields}}} if each has rows, or a function (batch, take) that takes of the list"
+    return f"pass rows={{{fields}}} if each tensor has rows, or rows=, a function (batch, take) that indexes the list"
 
 
 def _form(leaf: Any) -> str:

@@ -58,8 +58,8 @@ class BeforeHook:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         if (passes := self.passes()) is None:
             raise BadInput(
-                f"{self.name} is trained, and the model that was given to gossamer.wrap is gone: keep it as long as "
-                "its parameters are trained"
+                f"parameter {self.name} got a gradient, but its model that was passed to gossamer.wrap has been "
+                "deleted: keep a reference to that model while its parameters are trained"
             )
         with passes.answered():
             changed = passes.before(self.name, gradients[0])
@@ -142,8 +142,8 @@ def refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
     """Raise BadInput if a parameter has more hooks after its gradient than `ours`."""
     if len(param._post_accumulate_grad_hooks or ()) > ours:  # type: ignore[attr-defined]
         raise BadInput(
-            f"{name} has a hook set by register_post_accumulate_grad_hook, which would see this rank's own gradient: "
-            "work on .grad after backward, where it is the mean of all ranks"
+            f"parameter {name} has a hook set by register_post_accumulate_grad_hook, which would see this rank's "
+            "own gradient: remove the hook, and change .grad after backward(), when it is the mean over ranks"
         )
 
 

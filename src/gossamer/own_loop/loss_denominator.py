@@ -85,7 +85,7 @@ def denominator_of(loss: str, weight: Weigh | None) -> LossDenominator:
         return found
     if found == SumDenominator():
         raise bad_input(
-            wanted="no weight beside loss='sum', which divides by nothing",
+            wanted="no weight with loss='sum', which has no denominator",
             got=repr(weight),
             do="leave weight out, or pass loss='mean'",
             key="weight",

@@ -36,8 +36,8 @@ _NAMED = 8  # buffers named in a message
 _SHOWN = 1 << 16  # elements sampled of each buffer, about
 _DIGEST_BITS = 52
 _PARTED = (
-    "the parameters differ between ranks before step {step}: something moves them by a rank's own numbers, beside the "
-    "optimizer"
+    "the parameters differ between ranks before step {step}: code outside the optimizer changes them with values of "
+    "one rank. Change parameters outside of optimizer.step() only in the same way on all ranks"
 )
 _HELD_STEPS = 8  # of later steps, every 8th also compares parameters and buffers
 _STRICT_STEPS = 16  # first steps wait for all ranks' rows, later only powers of two
@@ -112,8 +112,8 @@ class OptimizerSteps:
 
     def _reject(self, optimizer: Optimizer, bad: list[int]) -> None:
         """Reject the step on all ranks: without gradients the optimizer moves no parameter."""
-        who = f"of rank {', '.join(map(str, bad))}" if bad else "(of which rank is not known)"
-        _log.warning("a gradient %s is not finite: no rank updates, the step is rejected", who)
+        who = f"of rank {', '.join(map(str, bad))}" if bad else "(rank unknown)"
+        _log.warning("a gradient %s is not finite: the step is rejected, and no rank updates its parameters", who)
         optimizer.rejected += 1  # type: ignore[attr-defined]
         self._kept = [(p, p.grad) for p in _params(optimizer) if p.grad is not None]
         for param, _ in self._kept:
@@ -146,22 +146,22 @@ class OptimizerSteps:
         squares, settings, held, buffers, slanted = told.unbind(1)
         if len(set(settings.tolist())) > 1:
             raise WireMismatch(
-                f"the optimizer's settings differ between ranks at step {step}: what sets them, such as a validation "
-                "loss, must be the same on all ranks"
+                f"the optimizer's settings differ between ranks at step {step}: set lr and the other settings from "
+                "values that are the same on all ranks, e.g. a validation loss averaged over ranks"
             )
         if _differ(held):
             raise WireMismatch(_PARTED.format(step=step))
         if _differ(buffers, _SAME_BUFFERS):
             raise WireMismatch(
                 f"the buffers differ between ranks before step {step} ({', '.join([*self._buffers][:_NAMED])}): a "
-                "buffer, or a frozen parameter, that is made of a batch is of each rank's own rows, and not what one "
-                "process has"
+                "buffer or frozen parameter is computed from each rank's own rows. Compute it from values that are "
+                "the same on all ranks, e.g. averaged over ranks"
             )
         if _differ(squares) or _part(slanted, squares):
             norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
             raise WireMismatch(
                 f"gradients differ between ranks at optimizer.step() {step} (norms: {norms}). After backward they "
-                "were the same everywhere: what edits them must do the same on all ranks"
+                "were equal on all ranks: change .grad only in the same way on all ranks"
             )
 
     def _agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -186,17 +186,18 @@ class OptimizerSteps:
         for index, param in enumerate(_params(optimizer)):
             if param.grad is not None and id(param) not in known:
                 raise BadInput(
-                    f"parameter {index} of the optimizer, {tuple(param.shape)}, was unfrozen or added after "
-                    "gossamer.wrap: its gradient is this rank's own. Unfreeze it before (what has no gradient stays "
-                    "as it is), or wrap again"
+                    f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, was unfrozen or added after "
+                    "gossamer.wrap: its gradient is this rank's own, not the mean over ranks. Unfreeze or add it "
+                    "before gossamer.wrap, or call gossamer.wrap again"
                 )
 
     def _check_grouped(self) -> None:
         for one in self._passes:
             if one.is_held:
                 raise BadInput(
-                    f"optimizer.step() in the middle of a group: wanted {one.manner.accumulate} backward passes before "
-                    "it (accumulate=), the last of them outside of no_sync, as it sends the sum of all"
+                    "optimizer.step() before the accumulated gradients were averaged: wanted "
+                    f"{one.manner.accumulate} backward passes before each step (accumulate=), the last of them outside "
+                    "of model.no_sync(). Call step() after that last pass"
                 )
 
     def _check_scaler(self) -> None:
@@ -207,8 +208,8 @@ class OptimizerSteps:
         while (frame := frame.f_back) is not None:  # type: ignore[assignment]
             if frame.f_code is torch.amp.GradScaler.step.__code__:
                 raise BadInput(
-                    "an exchange that keeps residuals under a GradScaler: they would be of another scale than the "
-                    "gradients they are added to. Pass scaler= to gossamer.wrap"
+                    "the exchange keeps residuals, and a GradScaler changes the scale of the gradients that they are "
+                    "added to. Pass the GradScaler to gossamer.wrap as scaler="
                 )
 
 

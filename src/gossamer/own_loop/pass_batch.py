@@ -113,9 +113,9 @@ class KnownBatch(PassBatch):
         weight = float(self.share.rows) if weigh is None else float(weigh(self.share.batch))
         if not weight >= 0.0:
             raise bad_input(
-                wanted="a number of 0 or more for every batch",
-                got=f"{weight:g} for this one",
-                do="return the number of labels, or of rows, that the loss is a mean over",
+                wanted="a function that returns 0 or more for every batch",
+                got=f"{weight:g} for batch {self.number}",
+                do="return the number of labels or rows that the loss is a mean over",
                 key="weight",
             )
         return weight

@@ -127,14 +127,14 @@ class PassInputs(BatchRows):
             return UNKNOWN
         if self._ahead and len({one.is_spare for one in given}) > 1:
             raise BadInput(
-                "a batch with fewer rows than ranks, in a loop that asks for batches before it needs them: which one a "
-                "backward pass is of cannot be told. Drop the last batch (drop_last=True)"
+                "a batch has fewer rows than there are ranks, and the loop fetches batches ahead, so the batch of a "
+                "backward pass is unknown. Create the loader with drop_last=True"
             )
         last = given[-1]
         if last.is_spare and self._many:
             raise BadInput(
-                "a batch with fewer rows than ranks, while the model was given rows that are not of it: what they "
-                "count on this rank cannot be told. Drop the last batch (drop_last=True)"
+                "a batch has fewer rows than there are ranks, and the model was given rows that are not from that "
+                "batch, so the weight of this rank's loss is unknown. Create the loader with drop_last=True"
             )
         return last
 
@@ -209,8 +209,8 @@ class PassInputs(BatchRows):
         if self._part:
             self._part = False
             raise BadInput(
-                "the model was given some of this rank's rows of a batch alone: a loop that cuts batches itself makes "
-                "other parts of a rank's rows than of all. Cut them smaller in the loader, and pass accumulate=, the "
-                "number of backward passes before a step"
+                "the model was given only some of this rank's rows of a batch: micro-batches that the loop cuts from a "
+                "rank's rows differ from those of one process. Let the loader yield micro-batches, and pass "
+                "accumulate=, the number of backward passes before a step"
             )
         return loss.count(read, at)

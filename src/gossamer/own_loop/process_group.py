@@ -76,11 +76,12 @@ class LoopGroup:
                 time.sleep(0.05)
             for rank in others:
                 left = self.store.get(f"left/{rank}").decode() if self.store.check([f"left/{rank}"]) else ""
-                said.append(f"rank {rank} {left or f'did not come to it within {self.timeout_s:g} s'}")
+                said.append(f"rank {rank} {left or f'did not reach it within {self.timeout_s:g} s'}")
         except RuntimeError:
-            said = ["rank 0, which keeps the store, is gone"]
-        who = "; ".join(said) or f"all ranks wait, and nothing passes between them ({error})"
-        return PeerLost(f"rank {self.rank} waits in {doing}: {who}. Every rank must call backward and step as often")
+            said = ["rank 0, which hosts the rendezvous store, cannot be reached"]
+        who = "; ".join(said) or f"all ranks wait in it, but no message arrives ({error})"
+        do = "Every rank must call backward and optimizer.step() the same number of times"
+        return PeerLost(f"rank {self.rank} waits in {doing}: {who}. {do}")
 
 
 def party(timeout_s: float) -> LoopGroup:
@@ -136,6 +137,7 @@ def parts_of(share: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
     parts = tuple(float(one) for one in share) if share is not None else (1.0 / ranks,) * ranks
     if len(parts) != ranks or not all(one > 0 for one in parts):
         raise BadInput(
-            f"wanted {ranks} positive parts, one per rank, got {list(parts)}: correct them", key="batch_fractions"
+            f"wanted {ranks} positive numbers, one per rank, got {list(parts)}: pass the batch fraction of every rank",
+            key="batch_fractions",
         )
     return parts

@@ -128,6 +128,6 @@ def refuse_sampler(loader: Iterable[Any]) -> None:
         if "Distributed" in type(one).__name__ or getattr(one, "num_replicas", 1) not in (1, None):
             raise BadInput(
                 f"the loader has a {type(one).__name__}, which gives every rank its own rows, and gossamer.wrap would "
-                "divide them once more: leave it out (shuffle=True does), or pass split=False",
+                "split them again: remove the sampler (use shuffle=True), or pass split=False",
                 key="loader",
             )

@@ -26,19 +26,21 @@ def check_models(models: Sequence[Any]) -> None:
             )
         if isinstance(one, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise bad_input(
-                wanted="the model itself", got=f"one inside {type(one).__name__}, which exchanges gradients as well",
-                do="leave that away", key="model",
+                wanted="a model without a wrapper",
+                got=f"one in {type(one).__name__}, which averages gradients as well",
+                do="pass the model inside that wrapper (its attribute .module)", key="model",
             )  # fmt: skip
         for name, param in one.named_parameters():
             if param.is_complex():
                 raise bad_input(
-                    wanted="parameters of real numbers", got=f"{name}, which is {param.dtype}",
-                    do="keep real and imaginary parts (torch.view_as_real)", key="model",
+                    wanted="parameters of a real dtype", got=f"parameter {name} of {param.dtype}",
+                    do="store its real and imaginary parts as real parameters (torch.view_as_real)", key="model",
                 )  # fmt: skip
             if nn.parameter.is_lazy(param):
                 raise bad_input(
-                    wanted="parameters with a shape", got=f"{name}, which gets its own from the first batch",
-                    do="run the model on one batch before it is wrapped", key="model",
+                    wanted="parameters with a shape",
+                    got=f"lazy parameter {name}, which gets its shape from the first batch",
+                    do="run the model on one batch before you call gossamer.wrap", key="model",
                 )  # fmt: skip
 
 
@@ -48,20 +50,21 @@ def check_optimizers(optimizers: Sequence[Any]) -> None:
         if not isinstance(one, Optimizer):
             raise bad_input(
                 wanted="a torch.optim.Optimizer made of the model's parameters", got=_described(one),
-                do="make it before, as in any loop", key="optimizer",
+                do="create the optimizer from model.parameters() first, and pass it", key="optimizer",
             )  # fmt: skip
         if not hasattr(one, "_optimizer_step_pre_hooks"):
             raise bad_input(
                 wanted="an optimizer whose constructor calls that of torch.optim.Optimizer",
-                got=f"{type(one).__name__}, which does not: nothing can be done before and after its steps",
-                do="give wrap the optimizer that it is made around, and make it around what wrap returns",
+                got=f"{type(one).__name__}, which does not, so that its steps cannot be hooked",
+                do=f"pass the optimizer inside {type(one).__name__} to gossamer.wrap, and build {type(one).__name__} "
+                "around the optimizer that gossamer.wrap returns",
                 key="optimizer",
             )
         if isinstance(one, torch.optim.SparseAdam):
             raise bad_input(
-                wanted="an optimizer that takes whole gradients, as the mean of all ranks is one",
+                wanted="an optimizer that takes dense gradients, as the mean over ranks is dense",
                 got="SparseAdam",
-                do="use Adam, or SGD or Adagrad, which move untouched rows by nothing",
+                do="use Adam; or SGD or Adagrad, which do not change rows without a gradient",
                 key="optimizer",
             )
 
@@ -101,8 +104,9 @@ def start_alike(tensors: Mapping[str, Tensor], channel: Channel) -> None:
     (table,) = channel.start(Message((mine,), Collective.GATHER)).wait()
     if len({tuple(row) for row in table.tolist()}) > 1:
         raise BadInput(
-            f"the ranks do not hold the same model and optimizer: {[int(n) for n in table[:, 1].tolist()]} tensors by "
-            "rank, or others by name, shape or type. Build them alike, and load a checkpoint on all ranks or on none"
+            f"the model or the optimizer differs between ranks: {[int(n) for n in table[:, 1].tolist()]} tensors by "
+            "rank, or different names, shapes, dtypes or requires_grad. Build model and optimizer in the same way on "
+            "all ranks, and load a checkpoint on all ranks or on none"
         )
     distinct = list({(t.data_ptr(), t.shape, t.dtype): t for t in tensors.values() if t.numel()}.values())
     for tensors_of_one in _pieces(distinct):

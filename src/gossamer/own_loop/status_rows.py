@@ -19,8 +19,8 @@ BACKWARD, STEP, LOSS, TAKEN = 1, 2, 3, 4
 _DOING = {
     BACKWARD: "backward pass",
     STEP: "optimizer.step() after backward pass",
-    LOSS: "a closure, after backward pass",
-    TAKEN: "unfreezing, after backward pass",
+    LOSS: "the closure of optimizer.step(), after backward pass",
+    TAKEN: "the registration of unfrozen parameters, after backward pass",
 }
 _KINDS = list(Kind)
 _BESIDE = 7  # additional values of a row
@@ -64,7 +64,7 @@ class StatusRow:
     def of(kind: int, serial: int, counted: LossCount, mark: RowMark, *, beside: tuple[float, ...]) -> StatusRow:
         """Return a status row; a loss with more than four different denominators is marked unknown."""
         if len(counted.counts) > _COUNTS:
-            said = f"{len(counted.counts)} means that count differently"
+            said = f"{len(counted.counts)} means with different denominators (at most {_COUNTS} are supported)"
             counted = LossCount(Kind.UNKNOWN, shape=counted.shape, said=said)
         return StatusRow(kind, serial, counted, mark, beside)
 
@@ -128,19 +128,19 @@ class StatusRows:
         if len(set(places)) > 1:
             said = ", ".join(f"rank {rank} in {_DOING[kind]} {serial}" for rank, (kind, serial) in enumerate(places))
             raise WireMismatch(
-                f"the ranks are at different places of their loops: {said}. Every rank must call backward and step as "
-                "often: what decides about a `continue`, `break` or a step must be the same on all ranks"
+                f"the ranks are at different points of their training loops: {said}. Call backward and step equally "
+                "often on every rank: make each condition for a `continue`, `break` or step the same on all ranks"
             )
 
     def _check_batch(self) -> None:
         marks = [(int(number), int(found)) for number, found in self.table[:, 9:11].tolist()]
         if len({found for _, found in marks}) > 1:
-            said = ", ".join(f"rank {rank} is at batch {n} ({found:08x})" for rank, (n, found) in enumerate(marks))
+            said = ", ".join(f"rank {rank} is at batch {n} (hash {found:08x})" for rank, (n, found) in enumerate(marks))
             raise bad_input(
-                wanted="the same batches in the same order on all ranks, of which each takes its rows",
+                wanted="the same batches in the same order on all ranks, as each rank takes its rows of every batch",
                 got=said,
-                do="seed what the loader draws from alike on all ranks, leave DistributedSampler out, or pass "
-                "split=False where every rank's loader gives its own data",
+                do="seed the random generators of the loader alike on all ranks and remove any DistributedSampler, or "
+                "pass split=False if every rank's loader yields its own data",
             )
 
     def _check_loss(self) -> None:
@@ -155,16 +155,17 @@ class StatusRows:
                 do="set requires_grad alike on all ranks",
             )
         do = (
-            "pass loss='sum' if one process would add the ranks' losses up, or weight=, a function of a batch that "
-            "gives what a mean of it counts; or call backward on each term by itself"
+            "pass loss='sum' if the loss is a sum over rows; or weight=, a function of a batch that returns the "
+            "number of labels or rows that the loss is a mean over; or call backward on each loss term separately"
         )
         if Kind.UNKNOWN in kinds:
-            told = one.said if one.kind is Kind.UNKNOWN else "one that another rank cannot tell"
+            told = one.said if one.kind is Kind.UNKNOWN else "a loss whose denominator another rank cannot read"
             raise bad_input(wanted=f"in {what} a loss that is a mean or a sum over rows", got=told, do=do)
         if len(set(self.table[:, -1].tolist()) - {-1.0}) > 1:
             raise bad_input(
                 wanted=f"in {what} a loss that is a mean or a sum over rows",
-                got="rows against something that is not the same on all ranks, so that it is made of rows as well",
+                got="a loss that combines rows with a tensor that is not the same on all ranks, so that it depends on "
+                "rows as well",
                 do=do,
             )
         self._check_least(what, do)
@@ -172,8 +173,8 @@ class StatusRows:
             counted = [(kind, count) for kind, count in zip(kinds, self.table[:, 5].tolist(), strict=True) if count]
             if Kind.DIVIDED in dict(counted) and len({count for _, count in counted}) == 1:
                 raise BadInput(
-                    f"{what}: the loss is a sum divided by a number that is equal on all ranks ({one.said}), so it may "
-                    f"be what this rank counts or a constant: {do}"
+                    f"{what}: the loss is a sum divided by a number that is equal on all ranks ({one.said}), which may "
+                    f"be a count of each rank's labels or a constant: {do}"
                 )
         if (
             len({Kind.MEAN if one is Kind.DIVIDED else one for one in kinds}) > 1
@@ -181,8 +182,8 @@ class StatusRows:
         ):
             raise bad_input(
                 wanted=f"in {what} the same loss on all ranks",
-                got=f"here {one.said or one.kind.value}, elsewhere another",
-                do="make it alike on all ranks, with the same factors",
+                got=f"{one.said or one.kind.value} on rank {self.rank}, and a different loss on another rank",
+                do="compute the same loss with the same factors on all ranks",
             )
         self._check_shares(what, do)
 
@@ -193,9 +194,10 @@ class StatusRows:
         counts, least, rows = self.table[:, 5], self.table[:, -3] > 0, self.table[:, -2]
         if bool(least.any()) and bool(((counts != rows) & (counts > 0)).any()):
             raise bad_input(
-                wanted=f"in {what} to know what a rank counts whose sum is divided by 1",
-                got=f"{self.mine.counted.said}: 1 on rank {', '.join(str(int(r)) for r in least.nonzero())}, which is "
-                "a count, or keeps a sum in which nothing was counted from being divided by 0 (max(1, n))",
+                wanted=f"in {what} a loss whose number of labels or rows is known on every rank",
+                got=f"{self.mine.counted.said}: divided by 1 on rank "
+                f"{', '.join(str(int(r)) for r in least.nonzero())}, which may be a count of 1, or a count n of 0 in "
+                "max(1, n)",
                 do=do,
             )
 
@@ -207,7 +209,8 @@ class StatusRows:
             total = float(counts.sum())
             if total and float((counts / total - self.shares).abs().max()) > _SAME:
                 raise bad_input(
-                    wanted=f"in {what} loss terms whose counts have one ratio on all ranks, as a rank has one weight",
-                    got=f"{one.said}, which count {self.table[:, 5].tolist()} and {counts.tolist()} by rank",
+                    wanted=f"in {what} loss terms whose denominators have the same ratio on all ranks, as each rank "
+                    "has a single weight in the mean gradient",
+                    got=f"{one.said}, with denominators {self.table[:, 5].tolist()} and {counts.tolist()} by rank",
                     do=do,
                 )

@@ -69,7 +69,8 @@ class RowAllToAll:
         """
         if len(splits) != len(self.group):
             raise WireMismatch(
-                f"rank {self.rank} splits its rows for {len(splits)} ranks, the group has {len(self.group)}"
+                f"expert all-to-all on rank {self.rank}: wanted one row count for each of the {len(self.group)} ranks "
+                f"of the process group, got counts for {len(splits)} ranks: give a count for every rank of the group"
             )
         counts = carry(self._counts(splits)).mean
         return RowSplits(tuple(splits), tuple(counts[:, self.group.index(self.rank)].tolist()))
@@ -82,7 +83,10 @@ class RowAllToAll:
         """
         self.check(TensorSpec.of(x))
         if x.shape[0] != sum(split.splits):
-            raise WireMismatch(f"rank {self.rank} has {x.shape[0]} rows and would send {sum(split.splits)}")
+            raise WireMismatch(
+                f"expert all-to-all on rank {self.rank}: wanted a tensor of {sum(split.splits)} rows, the sum of its "
+                f"row counts, got {x.shape[0]} rows: give the row counts of this tensor"
+            )
         arrived: Tensor = _Shuffled.apply(x, self, split, at, carry)  # type: ignore[no-untyped-call]
         return arrived
 

@@ -35,9 +35,9 @@ class StageLink:
         group = self.levels.group(self.level, self.source)
         if self.target not in group or self.target == self.source:
             raise bad_input(
-                wanted=f"two ranks of one group of level {self.level!r}",
+                wanted=f"two different ranks in one process group of level {self.level!r}",
                 got=f"ranks {self.source} and {self.target}",
-                do=f"rank {self.source} can reach {[r for r in group if r != self.source]} there",
+                do=f"choose the target of rank {self.source} from {[r for r in group if r != self.source]}",
             )
 
     def passage(self, form: TensorSpec, at: tuple[int, int, int]) -> TensorRoute:
@@ -133,7 +133,10 @@ class TensorRoute:
 
     def _fitting(self, x: Tensor) -> Tensor:
         if TensorSpec.of(x) != self.form:
-            raise WireMismatch(f"the link {self.link} was promised {self.form}, got {TensorSpec.of(x)}")
+            raise WireMismatch(
+                f"{self.link}: wanted a tensor {self.form}, as the receiver expects, got {TensorSpec.of(x)}: internal "
+                "error, please report"
+            )
         return x.detach()
 
     def key(self, *, back: bool) -> Key:

@@ -125,7 +125,10 @@ class OriginSource(ModelProvider):
             module = skeleton.build(self._bare, frozenset() if self.origin.has_weights else holds)
         except NotSimple:
             if (made := ConstructorState.of(self._real(), "")) != ConstructorState():
-                raise RunFailed(f"{self.origin.describe()} is made in another way every time ({made})") from None
+                raise RunFailed(
+                    f"{self.origin.describe()} is built in another way every time ({made}): let its constructor run "
+                    "the same operators in every call"
+                ) from None
             return None
         self.origin.load(module, holds)
         check_held(module, holds)
@@ -183,9 +186,10 @@ class ModuleSource(ModelProvider):
             return without_storage(self.module)
         except (TypeError, RuntimeError) as error:
             raise bad_input(
-                wanted="a module that can be copied, to look at what it does before it is cut",
+                wanted="a module that can be copied (copy.deepcopy), to trace its forward before it is split into "
+                "stages",
                 got=f"{type(error).__name__}: {error}",
-                do="give a function that builds it instead (model.factory)",
+                do="give a function that builds the module instead (model.factory)",
                 key="model",
             ) from error
 

@@ -30,5 +30,6 @@ def read_plan(path: Path, *, ranks: int) -> Plan:
     """Read a plan.yaml. Raises BadInput if it cannot be read or is for another number of ranks."""
     plan = plan_in(path)
     if plan.ranks != ranks:
-        raise BadInput(f"{path} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
+        do = f"start {plan.ranks} ranks, or leave --plan out to make a new plan"
+        raise BadInput(f"{path} is a plan for {plan.ranks} ranks, this run has {ranks} ranks: {do}")
     return plan

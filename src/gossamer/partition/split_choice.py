@@ -23,9 +23,9 @@ def check_cuts(cuts: SplitPoints, flow: DataFlow, outline: nn.Module, plan: Plan
 def other_than_planned(key: str, has: Sequence[str], asked: Sequence[str]) -> BadInput:
     """Return the error for a key whose value is another one in the plan."""
     return bad_input(
-        wanted=f"what the plan says ({key.partition('.')[2]} {', '.join(has)})",
-        got=", ".join(asked),
-        do="leave the key out, change the plan, or train without it",
+        wanted=f"the value of the plan ({key.partition('.')[2]}: {', '.join(has)})",
+        got=f"{', '.join(asked)} in the configuration",
+        do="leave the key out, change the plan file, or train without that file",
         key=key,
     )
 
@@ -38,8 +38,8 @@ def split_points(flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConf
     if len(asked) != stages:
         raise bad_input(
             wanted=f"the first unit of each of {stages} stages",
-            got=f"{len(asked)} ({', '.join(map(str, asked))})",
-            do="list as many as there are stages (plan.mesh.pipe), the first of them 0",
+            got=f"{len(asked)} units ({', '.join(map(str, asked))})",
+            do=f"list {stages} units, one per stage of plan.mesh.pipe, the first of them 0",
             key="plan.cuts",
         )
     blocks = block_names(outline, plan.units)
@@ -55,7 +55,7 @@ def _unit(given: int | str, blocks: Sequence[str]) -> str:
         raise bad_input(
             wanted=f"the number of a block, 0 to {len(blocks) - 1}"
             if blocks
-            else "the name of a unit (no blocks here)",
+            else "the name of a unit, as the model has no repeated blocks",
             got=str(given),
             do="number the repeated blocks from 0, or name a unit",
             key="plan.cuts",

@@ -46,13 +46,13 @@ def check_room(plan: Plan, cut: StagedModel, asked: PartitionRequest) -> None:
         needed = sum(sizes[stage] for stage in here)
         if needed > there:
             stage = max(here, key=lambda stage: sizes[stage])
-            beside, others = needed - sizes[stage], f" of {len(here) - 1} others" if len(here) > 1 else ""
+            beside, others = needed - sizes[stage], f" of {len(here) - 1} other stages" if len(here) > 1 else ""
             raise bad_input(
-                wanted=f"room for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(sizes[stage])} of "
+                wanted=f"memory for stage {stage} (from {cut.ways.cuts.first[stage]}): {show_gib(sizes[stage])} of "
                 f"parameters, gradients and optimizer state{f', beside {show_gib(beside)}{others}' if others else ''}",
                 got=f"{show_gib(there)} on the {'GPU' if on_gpu else 'machine'} of ranks {first} to "
                 f"{min(first + together, asked.ranks) - 1}: {show_gib(needed - there)} too little",
-                do="cut the model into more stages, use more machines, or a smaller model.dtype",
+                do="split the model into more stages (plan.mesh.pipe), use more machines, or a smaller model.dtype",
                 key="plan.mesh.pipe",
             )
 

@@ -35,7 +35,8 @@ class ScheduleDeadlock(RunFailed):
     """The error that every rank waits for another (a deadlock). `waiting` is the next action of each rank."""
 
     def __init__(self, waiting: Mapping[int, Action]) -> None:
-        super().__init__("no rank can go on: " + ", ".join(f"rank {r} at {a}" for r, a in waiting.items()))
+        at = ", ".join(f"rank {r} at {a}" for r, a in waiting.items())
+        super().__init__(f"pipeline schedule deadlocks, as every rank waits for another one: {at}")
         self.waiting = dict(waiting)
 
 

@@ -74,4 +74,4 @@ class RankBackend(ScheduleBackend):
             case Op.REDUCE_GRADS:
                 self.work.reduce(action.stage)
             case _:
-                raise AssertionError(f"{action}: this world knows no such action")
+                raise AssertionError(f"{action}: the schedule backend of a rank cannot run {action.op.name}")

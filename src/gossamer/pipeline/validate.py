@@ -30,7 +30,8 @@ class IllegalSchedule(BadInput):
         row = schedule.ranks[rank] if rank < len(schedule.ranks) else ()
         where = f"rank {rank}, place {place}" + (f", {row[place]}" if place < len(row) else "")
         lines = grid(schedule.ranks, at=(rank, min(place, max(0, len(row) - 1))))
-        super().__init__("\n".join([f"schedule {schedule.name} is illegal at {where}: {said}", *lines]))
+        head = f"pipeline schedule {schedule.name} cannot run, at {where} (stage, op, micro-batch): {said}"
+        super().__init__("\n".join([f"{head}: correct the actions that its make() returns", *lines]))
         self.rank = rank
         self.place = place
 
@@ -82,19 +83,19 @@ class _Proof:
         for rank, place, action in schedule.actions():
             at = (rank, place)
             if not 0 <= action.stage < schedule.stages:
-                raise self.error(f"there are {schedule.stages} stages", at)
+                raise self.error(f"there are {schedule.stages} stages, numbered from 0", at)
             if rank not in schedule.ranks_of(action.stage):
-                raise self.error(f"stage {action.stage} is placed on rank {self._ranks(action.stage)}", at)
+                raise self.error(f"stage {action.stage} is placed on rank {self._ranks(action.stage)}, not {rank}", at)
             if action.op in WHOLE_STAGE and action.batch != -1:
-                raise self.error("this op is about the whole stage, not a micro-batch (batch -1)", at)
+                raise self.error("this op is for the whole stage: its micro-batch must be -1", at)
             if action.op not in WHOLE_STAGE and not 0 <= action.batch < schedule.microbatches:
-                raise self.error(f"there are {schedule.microbatches} micro-batches", at)
+                raise self.error(f"there are {schedule.microbatches} micro-batches, numbered from 0", at)
             if action.op not in WHOLE_STAGE and schedule.rank_of(action.stage, action.batch) != rank:
-                raise self.error(f"rank {schedule.rank_of(action.stage, action.batch)} does this micro-batch", at)
+                raise self.error(f"rank {schedule.rank_of(action.stage, action.batch)} runs this micro-batch", at)
             if action.op not in REPEATED and self.own[rank, action] != place:
-                raise self.error(f"it was done before, at place {self.own[rank, action]}", at)
+                raise self.error(f"the same action is at place {self.own[rank, action]} too", at)
             if action.op not in FORWARD and not schedule.trains:
-                raise self.error("the schedule does not train: forwards only", at)
+                raise self.error("the schedule does not train (trains=False): only forwards are allowed", at)
 
     def complete(self) -> None:
         """F everywhere; with training B, or B_INPUT and B_WEIGHT, everywhere, and one REDUCE_GRADS per stage."""
@@ -113,7 +114,7 @@ class _Proof:
             self._demand(Action(Op.B, stage, batch))
         for at in split:
             if whole is not None and at is not None:
-                raise self.error("the same micro-batch has a whole backward too", at)
+                raise self.error("the same micro-batch has a whole backward too (B): use either B, or I and W", at)
         if whole is None:
             self._demand(Action(Op.B_INPUT, stage, batch))
             self._demand(Action(Op.B_WEIGHT, stage, batch))
@@ -139,7 +140,7 @@ class _Proof:
             for need in self.needs(action):
                 at = self.where.get(need)
                 if at is None:
-                    raise self.error(f"it needs {need}, which no rank does", (rank, place))
+                    raise self.error(f"it needs {need}, which no rank runs", (rank, place))
                 if at[0] == rank and at[1] > place:
                     raise self.error(f"it needs {need}, which comes after it at place {at[1]}", (rank, place))
 
@@ -150,7 +151,7 @@ class _Proof:
             return
         expected = set(self._crossings())
         for action in sorted(present - expected, key=self.where.__getitem__):
-            raise self.error("no tensor has to go to another rank here", self.where[action])
+            raise self.error("no tensor goes to another rank here, so nothing is sent or received", self.where[action])
         for action in sorted(expected - present, key=lambda a: (a.stage, a.batch, a.op.value)):
             self._demand(action)
         self._in_order()
@@ -175,7 +176,8 @@ class _Proof:
             taken = [a for a in self.schedule.ranks[to] if a in wanted]
             for first, second in zip(receives, taken, strict=True):
                 if first != second:
-                    raise self.error(f"rank {source} sends what {first} takes before this", self.where[second])
+                    said = f"rank {source} sends the tensor of {first} before the tensor of this receive"
+                    raise self.error(said, self.where[second])
 
     def alive(self) -> None:
         """Parameters are there when used and freed at the end; micro-batches that were moved out come back."""
@@ -191,10 +193,10 @@ class _Proof:
                 raise self.error(f"the parameters of stage {stage} are not gathered", at)
             if action.op is Op.GATHER_PARAMS:
                 if held in there:
-                    raise self.error(f"the parameters of stage {stage} are already there", at)
+                    raise self.error(f"the parameters of stage {stage} are already gathered", at)
                 there[held] = at
             if action.op is Op.FREE_PARAMS and there.pop(held, None) is None:
-                raise self.error(f"the parameters of stage {stage} are not there", at)
+                raise self.error(f"the parameters of stage {stage} are freed, but not gathered", at)
         for (_, stage), at in there.items():
             raise self.error(f"the parameters of stage {stage} are never freed", at)
 
@@ -203,10 +205,12 @@ class _Proof:
         for rank, place, action in self.schedule.actions():
             at, chunk = (rank, place), (action.stage, action.batch)
             if action.op in COMPUTES and chunk in away:
-                raise self.error("what it needs was moved out and not brought back", at)
+                raise self.error("the activations of this micro-batch were offloaded and not reloaded", at)
             if action.op is Op.OFFLOAD:
                 if self.where[self.needs.finished(*chunk)] < at:
-                    raise self.error("the backward of this micro-batch is over, nothing is kept of it", at)
+                    raise self.error(
+                        "the backward of this micro-batch is over, so it has no activations to offload", at
+                    )
                 away[chunk] = at
             if action.op is Op.RELOAD:
                 del away[chunk]
@@ -222,7 +226,9 @@ class _Proof:
                 for r, a in stuck.waiting.items()
             ]
             action = next(iter(stuck.waiting.values()))
-            raise self.error("; ".join(["the ranks wait for each other", *waits]), self.where[action]) from None
+            raise self.error(
+                "; ".join(["deadlock, the ranks wait for each other", *waits]), self.where[action]
+            ) from None
 
 
 @dataclass(slots=True)

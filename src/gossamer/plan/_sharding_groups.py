@@ -50,8 +50,8 @@ def least_wait(places: Mapping[str, Sequence[ShardingPlace]], *, room_bytes: int
     least = min(_held(one) for one in found)
     if least > room_bytes:
         raise NoPlan(
-            f"{' and '.join(places)} take {show_bytes(least)} on a rank at least, {show_bytes(room_bytes)} are there: "
-            "use more ranks, or a rule with less state"
+            f"{' and '.join(places)} need at least {show_bytes(least)} on a rank, got {show_bytes(room_bytes)} of "
+            "memory for them: use more ranks, or an optimizer with less state"
         )
     fitting = [one for one in found if _held(one) <= room_bytes]
     return min(fitting, key=lambda one: (sum(p.seconds for p in one.values()), _held(one)))

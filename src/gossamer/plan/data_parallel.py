@@ -91,7 +91,7 @@ def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Writt
     why = " and ".join(name for name, holds in against.items() if holds)
     if not asked.chooses_exchange or not why:
         return AUTO, ""
-    return EVERY_STEP, f"every step: islands do not part with {why}"
+    return EVERY_STEP, f"every step: local updates cannot be combined with {why}"
 
 
 def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
@@ -100,9 +100,9 @@ def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
     if asked.sync.probe is not None:
         return ALL_REDUCE, "no gradient is exchanged"
     if asked.sync.loop is not None:
-        return ALL_REDUCE, "all-reduce of the gradients of an island; what goes between islands is plan.sync's"
+        return ALL_REDUCE, "all-reduce of the gradients inside an island; plan.sync says what islands exchange"
     if mesh.in_stages:
-        return ALL_REDUCE, "all-reduce: of a model in stages only what is given is compressed"
+        return ALL_REDUCE, "all-reduce: auto does not choose a compressed exchange for a model in stages"
     return AUTO, "chosen before step 1, as the links are"
 
 
@@ -110,12 +110,12 @@ def _reasons(found: Recipe) -> dict[str, str]:
     """Return notes on the plan: the cost of verification, and settings without effect."""
     notes, plan, every = {}, found.plan, found.config.train.verify.every
     if every:
-        notes["verify"] = f"1 step in {every} is done again by two others: {200 / every:.3g} % more compute"
+        notes["verify"] = f"1 step in {every} is recomputed by two other ranks: {200 / every:.3g} % more compute"
     loop = found.sync.loop
     if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
         notes["exchange"] = unused
     if found.config.machines.islands != "auto" and found.in_stages:
-        notes["islands"] = "not used: the links of a model in stages are its own"
+        notes["islands"] = "not used: a model in stages has no islands"
     return notes
 
 

@@ -39,7 +39,7 @@ class AdaTopK(Policy):
     def __post_init__(self) -> None:
         for name, value in (("ratio", self.ratio), ("overhead", self.overhead)):
             if not 1 <= value < float("inf"):
-                raise bad_input(wanted=f"{name} >= 1", got=repr(value), do="give 8, say", key=name)
+                raise bad_input(wanted=f"{name} >= 1", got=repr(value), do=f"set {name} to 8, for example", key=name)
 
     def choose(self, statistics: Statistics, paths: Paths) -> AdaptChoices:
         found = ratios(_seconds(statistics.crossing, paths), self.ratio, self.overhead)

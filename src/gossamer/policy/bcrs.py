@@ -45,12 +45,13 @@ class BCRS(Policy):
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
-            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.01", key="fraction")
+            do = "set fraction to 0.01, for example"
+            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do=do, key="fraction")
         if self.gamma != 1.0 and self.feedback:
             raise bad_input(
-                wanted="gamma = 1 with feedback",
+                wanted="gamma = 1 with error feedback",
                 got=f"gamma = {self.gamma:g} and {self.feedback}",
-                do='set feedback to "": it would take back, step by step, what gamma adds',
+                do='set gamma to 1, or feedback to "": error feedback would cancel what gamma adds',
                 key="gamma",
             )
 

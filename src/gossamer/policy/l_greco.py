@@ -47,9 +47,9 @@ class LGreco(Policy):
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:
-            raise bad_input(wanted="alpha > 0", got=repr(self.alpha), do="give 1", key="alpha")
+            raise bad_input(wanted="alpha > 0", got=repr(self.alpha), do="set alpha to 1, for example", key="alpha")
         if self.bins < 1:
-            raise bad_input(wanted="bins >= 1", got=repr(self.bins), do="give 10000", key="bins")
+            raise bad_input(wanted="bins >= 1", got=repr(self.bins), do="set bins to 10000, for example", key="bins")
 
     def to_measure(self, now: Written, settings: NearbySettings) -> tuple[Written, ...]:
         own = self.default or now
@@ -67,7 +67,7 @@ class LGreco(Policy):
             raise bad_input(
                 wanted=f"the default {uniform!r} among the candidates",
                 got=repr(list(statistics.candidates)),
-                do="measure it too, or name another default",
+                do="add it to candidates, or set default to one of them",
                 key="default",
             )
         default = statistics.candidates.index(uniform)

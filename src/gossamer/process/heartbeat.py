@@ -197,7 +197,8 @@ def _connect(address: str) -> socket.socket:
     try:
         connection = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
     except OSError as error:
-        raise RunFailed(f"the supervisor at {address} cannot be reached: {error}") from None
+        do = "check that the supervisor process still runs"
+        raise RunFailed(f"this worker cannot connect to its supervisor at {address}: {error}: {do}") from None
     connection.setblocking(False)
     return connection
 

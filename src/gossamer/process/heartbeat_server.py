@@ -93,11 +93,16 @@ class HeartbeatServer:
         if isinstance(said, HeartbeatHello):
             known = said.rank in self.pulses and said.generation == self._generation
             if not known or not hmac.compare_digest(said.token, self.token):
-                raise WireMismatch(f"rank {said.rank} of generation {said.generation} is not ours")
+                raise WireMismatch(
+                    f"refused a heartbeat connection: wanted a rank of generation {self._generation} with the token of "
+                    f"this run, got rank {said.rank} of generation {said.generation}"
+                )
             connection.rank = said.rank
             self.pulses[said.rank] = replace(self.pulses[said.rank], pid=said.pid, heard_s=now_s)
         elif said.rank != connection.rank:
-            raise WireMismatch(f"a beat of rank {said.rank} on the connection of rank {connection.rank}")
+            raise WireMismatch(
+                f"wanted a heartbeat of rank {connection.rank} on its connection, got a heartbeat of rank {said.rank}"
+            )
         elif isinstance(said, Goodbye):
             self.finish(said.rank)
         else:

@@ -30,7 +30,9 @@ class JsonLineReader:
         *lines, self._rest = (self._rest + data).split(b"\n")
         longest = max(len(line) for line in (*lines, self._rest))
         if longest > self._limit_bytes:
-            raise WireMismatch(f"wanted lines of at most {self._limit_bytes} bytes, got {longest}: not one of ours")
+            raise WireMismatch(
+                f"wanted a message of at most {self._limit_bytes} bytes, got {longest}: the sender is not Gossamer"
+            )
         return lines
 
 
@@ -46,4 +48,7 @@ def read_line(line: bytes, kind: TypeAdapter[T]) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "message"
-        raise WireMismatch(f"{where}: {first['msg']}, got {line[:80]!r}") from None
+        raise WireMismatch(
+            f"wanted a message of this version of Gossamer, got {line[:80]!r} (field {where}: {first['msg']}): "
+            "install the same version on all hosts"
+        ) from None

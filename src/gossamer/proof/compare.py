@@ -157,4 +157,4 @@ def _why(error: Exception) -> str:
     said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in said:
         return f"there is not enough memory for the whole model ({said})"
-    return f"one process fails by itself ({said})"
+    return f"the model fails in one process ({said})"

@@ -66,8 +66,8 @@ def told_of_entries(got: Tensor, wanted: Tensor, limit: float) -> str:
     index = [int(i) for i in torch.unravel_index(far.argmax(), far.shape)]
     count, where = int(differ.sum()), _where(differ)
     if not count:
-        return "asked again, no entry differs: it is another one each time"
-    which = f"entry {index} is {float(got[tuple(index)]):.6g}, and {float(wanted[tuple(index)]):.6g} in one process"
+        return "in a second run no entry differs: the gradient changes from run to run"
+    which = f"entry {index} is {float(got[tuple(index)]):.6g}, {float(wanted[tuple(index)]):.6g} in one process"
     said = f"{which}; {count} of {differ.numel()} entries differ{where}"
     cause = _cause(got, wanted, differ)
     return f"{said}: {cause}" if cause else said
@@ -97,7 +97,9 @@ def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
     if not bool(a.isfinite().all()):
         return f"{int((~a.isfinite()).sum())} are not finite"
     if not bool(a.any()):
-        return "they are zero, a part is missing" if len(a) < got.numel() else "all of it is zero, nothing arrives"
+        return (
+            "these are zero, a part is missing" if len(a) < got.numel() else "all entries are zero, no gradient arrives"
+        )
     if not bool(b.any()):
         return "they should be zero"
     factor = float((a * b).sum()) / float(b.square().sum())
@@ -105,7 +107,7 @@ def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
         return f"they are {factor:.4g} times what they should be" + _read(factor)
     if len(a) > 1 and _is_same(a.sort().values, b.sort().values, b):
         turned = got.dim() == 2 and got.shape[0] == got.shape[1] and _is_same(got, wanted.T, wanted)
-        return "it is transposed" if turned else "they are the same numbers in other places"
+        return "the gradient is transposed" if turned else "they are the same numbers in another order"
     for half in _HALVES:
         if torch.equal(got, got.to(half).double()) and not torch.equal(wanted, wanted.to(half).double()):
             return f"they are rounded to {str(half).removeprefix('torch.')}"
@@ -115,7 +117,7 @@ def _cause(got: Tensor, wanted: Tensor, differ: Tensor) -> str:
 def _read(factor: float) -> str:
     """Return the likely cause of a constant factor between two gradients, in words; "" if none fits."""
     if abs(factor + 1) < _CLOSE:
-        return " (the sign is another)"
+        return " (the sign is flipped)"
     for count in range(2, 65):
         if abs(factor * count - 1) < _CLOSE:
             return f" (a mean over {count} is taken once too often, or {count - 1} of {count} equal parts are missing)"

@@ -13,7 +13,7 @@ from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_seconds
 
 _KEY = "train.prove"
-_DO = "train in one process, or cut elsewhere; train.prove: never trains it as it is"
+_DO = "train in one process, move the split points (plan.cuts), or set train.prove: never to train in spite of this"
 
 
 def line_of(
@@ -31,7 +31,7 @@ def line_of(
     if not all(r.precision is question.rounds[0].precision for r in question.rounds):
         said.append(f"in {question.rounds[-1].precision.name} within {_far(verdict.within_coarse)}")
     if any(plan.boundary_of(stage) != "none" for stage in range(plan.mesh.pipe - 1)):
-        said.append("not proved: what is lost between stages")
+        said.append("not proved: activation compression")
     if config.model.compile:
         said.append("not proved: compiled code")
     work = f"{cost.microbatches} micro-batches of the whole model and {cost.builds} builds of it"
@@ -44,9 +44,10 @@ def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
     if verdict.unsteady:
         name, others = verdict.unsteady[0], len(verdict.unsteady) - 1
         return bad_input(
-            wanted="a constructor that gives the same values every time",
-            got=f"two of {name} in two builds on one rank{_and(others)}",
-            do="draw from the default generators, or seed your own where it is made",
+            wanted="a constructor that gives the same initial values every time",
+            got=f"different values of {name} in two builds on one rank{_and(others, 'initial value')}",
+            do="draw from the default generators of torch, numpy or random, or seed your own generator in the "
+            "constructor",
             key=_KEY,
         )
     first = first_of(verdict.faults)
@@ -56,7 +57,7 @@ def refusal_of(verdict: ProofVerdict, plan: Plan) -> BadInput:
     parting = verdict.parting if first.what != "initial value" else None
     begun = "" if parting is None else f"{_value(parting)}; then "
     return bad_input(
-        wanted=f"{layout_of(plan)} to be one process",
+        wanted=f"{layout_of(plan)} to compute the gradients of one process",
         got=f"{begun}{told_of(first)}{_with(verdict, first, len(same))}. {_cause(verdict, first)}",
         do=_DO,
         key=_KEY,
@@ -82,25 +83,25 @@ def warnings_of(verdict: ProofVerdict) -> Iterator[str]:
         yield f"{own}: {told_of(verdict.own.apart)}"
     elif verdict.own.counted:
         yield (
-            f"{own}: {verdict.own.counted} is of its own batches; no loss and no gradient here depends on it, and a "
-            "checkpoint has the first replica's"
+            f"{own}: {verdict.own.counted} is computed from the replica's own batches; no loss and no gradient of the "
+            "proof depends on it, and a checkpoint saves that of the first replica"
         )
     if verdict.own.writes:
-        yield "the forward writes to parameters, which each replica does for itself: they may drift apart"
+        yield "the forward writes to parameters, on each replica to its own copy: the copies may drift apart"
 
 
 def told_of(fault: Fault) -> str:
     """Describe one fault in words: the tensor or loss that differs, and by how much."""
     if fault.what == "initial value":
-        norms = f" (norm {fault.got:.6g}, and {fault.wanted:.6g} in one process)" if fault.got != fault.wanted else ""
-        return f"another initial value of {fault.name} on rank {fault.rank}{norms}"
+        norms = f" (norm {fault.got:.6g}, {fault.wanted:.6g} in one process)" if fault.got != fault.wanted else ""
+        return f"a different initial value of {fault.name} on rank {fault.rank}{norms}"
     if fault.what == "loss":
-        where = f"{fault.name} of round {fault.round + 1}"
-        return f"a loss of {fault.got:.6g} for {where}, and {fault.wanted:.6g} in one process"
-    times = "" if fault.factor is None else f"{fault.factor:.4g} times what it should be, "
-    far = f"{times}{_far(fault.distance)} of its size off on rank {fault.rank} (up to {_far(fault.limit)} is rounding)"
+        where = f"{fault.name} in round {fault.round + 1} of the proof"
+        return f"a loss of {fault.got:.6g} for {where}, {fault.wanted:.6g} in one process"
+    times = "" if fault.factor is None else f"{fault.factor:.4g} times that of one process, "
+    far = f"{times}relative error {_far(fault.distance)} on rank {fault.rank} (tolerance {_far(fault.limit)})"
     kind = "the gradient of" if fault.what == "gradient" else "the buffer"
-    return f"{kind} {fault.name} in round {fault.round + 1}, {far}"
+    return f"{kind} {fault.name} in round {fault.round + 1} of the proof, {far}"
 
 
 def _with(verdict: ProofVerdict, first: Fault, others: int) -> str:
@@ -108,39 +109,48 @@ def _with(verdict: ProofVerdict, first: Fault, others: int) -> str:
     of other faults.
     """
     if verdict.entries is None:
-        return _and(others)
+        return _and(others, first.what)
     fault, said = verdict.entries.fault, verdict.entries.said
     if fault is first:
-        return f"; {said}" + (f"; and {others} more" if others else "")
+        return f"; {said}" + (f"; and {_more(others, first.what)}" if others else "")
     of = f"of the gradient of {fault.name} in round {fault.round + 1}, on rank {fault.rank}, "
-    return f"{_and(others)}; {of}{said}"
+    return f"{_and(others, first.what)}; {of}{said}"
 
 
 def _value(parting: Parting) -> str:
     spot = parting.spot
-    which = f"what {spot.call} gives{f', in place {spot.place}' if spot.place else ''}"
+    which = f"output {spot.place} of {spot.call}" if spot.place else f"the output of {spot.call}"
     where = f"as stage {spot.into} receives it" if spot.into >= 0 else f"on rank {parting.rank}"
-    values = f"{parting.got}, and {parting.wanted} in one process" if parting.got != parting.wanted else "other numbers"
-    return f"another value of {which}, {where} ({values}; micro-batch {spot.key} of round {spot.round + 1})"
+    values = "equal root mean square, other elements"
+    if parting.got != parting.wanted:
+        values = f"{parting.got}, {parting.wanted} in one process"
+    return f"a different value of {which}, {where} ({values}; micro-batch {spot.key} in round {spot.round + 1})"
 
 
 def _cause(verdict: ProofVerdict, first: Fault) -> str:
     kinds = {f.what for f in verdict.faults if f.round == first.round}
     if first.what == "initial value":
-        return "Its constructor derives it from what a stage does not build, or ranks build different models"
+        return "The constructor computes it from parameters of another stage, or ranks build different models"
     if first.what == "loss":
-        return "What the units give is the same: the code after them, or the objective, computes with other values"
+        return (
+            "The outputs of all units are equal: the code after the units, or the loss function, computes differently"
+        )
     if "loss" in kinds:
-        return "The losses differ, too: the forward computes with other values"
+        return "The losses differ too: the forward computes with other values"
     if first.what == "buffer":
-        return "The losses and gradients are the same"
+        return "The losses and gradients are equal"
     if first.what == "gradient":
-        return "The losses are the same: only the backward differs"
-    return "The gradients are the same"
+        return "The losses are equal: only the backward differs"
+    return "The gradients are equal"
 
 
-def _and(others: int) -> str:
-    return f", and {others} more" if others > 0 else ""
+def _and(others: int, what: str) -> str:
+    return f", and {_more(others, what)}" if others > 0 else ""
+
+
+def _more(others: int, what: str) -> str:
+    """Return how many further faults of the kind `what` there are, in words."""
+    return f"{others} more {what}{'' if others == 1 else 'es' if what == 'loss' else 's'}"
 
 
 def _far(distance: float) -> str:

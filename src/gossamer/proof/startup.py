@@ -78,12 +78,12 @@ class Proving:
             if self.parts.config.train.prove == "always":
                 self.sink(record)
                 raise bad_input(
-                    wanted=f"a proof that {layout_of(self.parts.plan)} are one process",
-                    got=f"none: {error}",
-                    do=f"write {_KEY}: auto to train without it",
+                    wanted=f"a proof that {layout_of(self.parts.plan)} compute the gradients of one process",
+                    got=f"no proof: {error}",
+                    do=f"set {_KEY}: auto to train without a proof",
                     key=_KEY,
                 ) from None
-            said = f"not proved: that {layout_of(self.parts.plan)} are one process, as {error}"
+            said = f"not proved: that {layout_of(self.parts.plan)} compute the gradients of one process, as {error}"
             self.sink(records.Event(level="warning", message=said, step=0))
         except BadInput as error:
             self.sink(records.Proof(outcome="failed", message=error.message, seconds=time.perf_counter() - began))
@@ -102,7 +102,7 @@ class Proving:
         try:
             keep(self.file, digest, message)
         except OSError as error:
-            said = f"what was proved is not kept in {self.file} ({error.strerror}): it will be proved again"
+            said = f"cannot write {self.file} ({error.strerror}): the next start of this run repeats the proof"
             self.sink(records.Event(level="warning", message=said, step=0))
 
     def _proved(self, began: float) -> records.Proof:
@@ -161,8 +161,8 @@ class Proving:
             needed += activation_bytes(self.parts.cut.ways, self._question().rounds[0])
         if needed > free:
             raise NotProved(
-                f"one process takes {show_gib(needed)} for parameters, gradients and what a micro-batch keeps, and "
-                f"{show_gib(int(free))} are free on rank {rank}, where there is most"
+                f"one process takes {show_gib(needed)} for parameters, gradients and the activations of a micro-batch, "
+                f"and {show_gib(int(free))} are free on rank {rank}, the rank with the most free memory"
             )
         return rank
 

@@ -190,4 +190,4 @@ def _differs(got: list[float] | str, wanted: list[float] | str, limit: float) ->
 
 
 def _words(value: list[float] | str) -> str:
-    return value if isinstance(value, str) else f"size {value[0]:.6g}"
+    return value if isinstance(value, str) else f"root mean square {value[0]:.6g}"

@@ -44,8 +44,8 @@ class ProofTimeLimit:
             self._first_s = took
             if self.run_s and took * self.pieces > self.run_s / _SHARE:
                 raise NotProved(
-                    f"it would take about {show_seconds(took * self.pieces)} of the {show_seconds(self.run_s)} that "
-                    "train.seconds gives the run"
+                    f"the proof would take about {show_seconds(took * self.pieces)} of the {show_seconds(self.run_s)} "
+                    f"that train.seconds gives the run, more than 1/{_SHARE} of it"
                 )
         if self._done > 2 and took > max(_ALWAYS_S, _SLOWER * self._first_s):
             raise NotProved(

@@ -19,9 +19,9 @@ def check_loop(*, exchange: Exchanges, max_grad_norm: float) -> None:
     found = ParameterRules.read(ALL_REDUCE if exchange == AUTO else exchange, key=_KEY)
     if found.asks_for_islands:
         raise bad_input(
-            wanted="an exchange without islands, as gossamer.wrap does not know which ranks share a fast link",
-            got="an exchange with islands",
-            do="name its exchange between islands (inter) alone, or train with `gossamer train`",
+            wanted="an exchange without intra-island and inter-island parts, as gossamer.wrap knows no islands",
+            got="an exchange with such parts",
+            do="pass only its inter-island exchange (inter), or train with `gossamer train`",
             key=_KEY,
         )
     if (error := clipped(found.exchanges, max_grad_norm, key=_KEY, clip_key="max_grad_norm")) is not None:

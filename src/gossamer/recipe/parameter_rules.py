@@ -109,12 +109,12 @@ class ParameterRules:
             if line in used or line.pattern in ("", LAST_RESORT):
                 continue
             if any(line.matches(name) for name in names):
-                said = f"every parameter that {line.pattern!r} matches is served by a line before it: put it first"
+                said = f"every parameter that {line.pattern!r} matches is served by an earlier line: move this line up"
                 raise BadInput(said, key=line.key)
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise bad_input(
                 wanted="a pattern that is found in the name of some trainable parameter",
                 got=repr(line.pattern),
-                do=f"their names are {some}",
+                do=f"match one of their names: {some}",
                 key=f"{line.key}.0",
             )

@@ -70,7 +70,7 @@ class RankLayout:
         if max(pieces) > min(rows):
             raise bad_input(
                 wanted=f"{max(pieces)} micro-batches on every replica, as all gather sharded parameters together",
-                got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
+                got=f"{min(rows)} sequences on the smallest (sequences by replica: {list(rows)})",
                 do="raise train.batch, set train.accumulate, or make plan.batch_fractions more equal",
                 key="plan.batch_fractions",
             )
@@ -91,15 +91,15 @@ def _check_mesh(asked: PlanSection, stages: int) -> None:
     if stages < 2:
         raise bad_input(
             wanted="the ranks of 2 stages or more",
-            got=f"{stages}, and one stage is the whole model",
-            do="leave plan.stage_ranks at auto, or list more",
+            got=f"{stages} stage{'' if stages == 1 else 's'} (one stage is the whole model)",
+            do="set plan.stage_ranks to auto, or list the ranks of 2 stages or more",
             key=_KEY,
         )
     if asked.mesh.pipe not in ("auto", stages):
         raise bad_input(
             wanted=f"the ranks of each of {asked.mesh.pipe} stages (plan.mesh.pipe)",
-            got=f"{stages} lists",
-            do=f"set plan.mesh.pipe to {stages}, or list the ranks of as many stages as it says",
+            got=f"the ranks of {stages} stages",
+            do=f"set plan.mesh.pipe to {stages}, or list the ranks of {asked.mesh.pipe} stages",
             key=_KEY,
         )
     if asked.mesh.replica not in ("auto", 1):
@@ -135,9 +135,9 @@ def _fractions_of_stages(asked: PlanSection, groups: Groups) -> tuple[float, ...
     given = [1.0] * ranks if asked.batch_fractions == "auto" else asked.batch_fractions
     if len(given) != ranks:
         raise bad_input(
-            wanted=f"one fraction for each of {ranks} ranks, of the work of its stage",
+            wanted=f"one fraction for each of {ranks} ranks, its part of the micro-batches of its stage",
             got=f"{len(given)} ({given})",
-            do="list as many fractions as there are processes",
+            do=f"list {ranks} fractions",
             key="plan.batch_fractions",
         )
     totals = {rank: sum(given[r] for r in group) for group in groups for rank in group}
@@ -153,7 +153,7 @@ def _fractions(asked: PlanSection, replicas: int) -> tuple[float, ...]:
         raise bad_input(
             wanted=f"one fraction for each of {replicas} replicas",
             got=f"{len(given)} ({given})",
-            do="list as many fractions as there are replicas (machines.processes by plan.mesh.pipe)",
+            do=f"list {replicas} fractions: machines.processes divided by plan.mesh.pipe",
             key="plan.batch_fractions",
         )
     return tuple(part / sum(given) for part in given)
@@ -179,7 +179,7 @@ def _microbatches(
     if wanted > min(rows):
         raise bad_input(
             wanted=f"{wanted} micro-batches on every replica",
-            got=f"{min(rows)} sequences on the smallest (rows {list(rows)})",
+            got=f"{min(rows)} sequences on the smallest (sequences by replica: {list(rows)})",
             do=f"lower {key} or raise train.batch",
             key=key,
         )

@@ -28,7 +28,7 @@ def choose_precision(parts: Parts, pump: CommThread, *, kept: str) -> tuple[str,
     if parts.cut is not None:
         return (
             FP32.name,
-            "what crosses between stages is settled before anything is measured: write bf16 to have that",
+            "not measured for a model in stages: set train.precision to bf16 to use bf16",
         )
     if any(p.dtype is torch.bfloat16 for p in parts.outline.parameters()):
         return BF16.name, "parameters are held in it"

@@ -89,11 +89,11 @@ def _unlike(items: Sequence[Any], indices: np.ndarray[Any, Any], error: Exceptio
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         here, there = ({name: kind.get(name, "missing") for name in names} for kind in (here, there))
     first, second = int(indices[0]), int(indices[other])
-    got = f"{there} in item {second} beside {here} in item {first}" if other else str(error).splitlines()[0]
+    got = f"{there} in item {second} and {here} in item {first}" if other else str(error).splitlines()[0]
     return bad_input(
-        wanted="items of a dataset that stack: the same keys, types and shapes",
+        wanted="dataset items that can be stacked into a batch: the same keys, types and shapes",
         got=got,
-        do="cut or fill all items to one length, or mend that item",
+        do="truncate or pad all items to one length, or correct the item that differs",
         key="data",
     )
 

@@ -273,9 +273,9 @@ def _shards(
     assert pump is not None, "what is gathered has a pump of its own"
     if len(set(counts)) > 1:
         raise bad_input(
-            wanted="as many micro-batches on every replica, as all gather parameters together",
-            got=str(list(counts)),
-            do="plan again, or leave plan.sharding at zero2",
+            wanted="the same number of micro-batches on every replica, as all of them gather parameters together",
+            got=f"{list(counts)} micro-batches by replica",
+            do="make the plan again, or set plan.sharding to zero2",
             key="plan.sharding",
         )
     pump.channel.widen(ProcessGroups({LEVEL: deal.levels.groups[deal.path[0]]}))

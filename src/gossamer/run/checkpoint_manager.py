@@ -66,7 +66,7 @@ class CheckpointManager:
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
         status = self._store.save(progress.step, pieces, meta, **({"patience_s": None} if last else {}))
         if status is SaveStatus.SKIPPED:
-            said = "the checkpoint before this one is still being written: this one was skipped"
+            said = "this checkpoint was skipped, as the one before it is still being written"
             self.sink(records.Event(level="warning", message=said, step=progress.step, rank=self.rank))
         self.report()
 
@@ -99,7 +99,7 @@ class CheckpointManager:
         """
         lacking = self._lacking(gather, at)
         if lacking:
-            said = f"trying once more to save step {self.progress.step}, in {_AGAIN_S:g} s"
+            said = f"step {self.progress.step} could not be saved: trying once more in {_AGAIN_S:g} s"
             self._tell("warning", said, step=self.progress.step)
             time.sleep(_AGAIN_S)
             self.save(self.progress, last=True)
@@ -107,7 +107,7 @@ class CheckpointManager:
         if not lacking:
             return None
         if self.rank not in lacking:
-            return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}, and says why")
+            return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}: see its error message")
         newest = latest_step(self.directory.path)
         left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
         return RunFailed(f"{self._missing()}; {left}")
@@ -141,7 +141,7 @@ class CheckpointManager:
         checkpoint, problems = found
         self._check(checkpoint)
         for bad, problem in problems.items():
-            self._tell("warning", f"{problem}; fell back to the one before; {self._set_aside(bad)}")
+            self._tell("warning", f"{problem}; fell back to the checkpoint before it; {self._set_aside(bad)}")
         told = self.contents.restore(CheckpointSource(checkpoint))
         if told:
             self._tell("info", told, step=checkpoint.step)
@@ -154,15 +154,16 @@ class CheckpointManager:
 
     def _set_aside(self, step: int) -> str:
         try:
-            return f"it is now {set_aside(self.directory.path, step).name}"
+            return f"the damaged one is now {set_aside(self.directory.path, step).name}"
         except OSError as error:
-            return f"it could not be set aside ({error.strerror})"
+            return f"the damaged one could not be renamed ({error.strerror})"
 
     def _check(self, checkpoint: Checkpoint) -> None:
         if checkpoint.meta.get("format") != FORMAT:
             raise BadInput(
-                f"{checkpoint.folder}: wanted a checkpoint of format {FORMAT}, got {checkpoint.meta.get('format')}. Go "
-                f"on with version {checkpoint.meta.get('gossamer')}, which wrote it, or export it and start a new run"
+                f"{checkpoint.folder}: wanted a checkpoint of format {FORMAT}, got {checkpoint.meta.get('format')}. "
+                f"Resume with gossamer {checkpoint.meta.get('gossamer')}, which wrote it, or export the model "
+                "with that version and start a new run"
             )
         for name in ("seed", "batch", "data", "sequence", "pack"):
             now = self.identity.get(name)

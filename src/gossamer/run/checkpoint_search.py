@@ -77,13 +77,13 @@ class CheckpointSearch:
     def _round(self, word: float) -> list[float]:
         words = [float(each) for each in gathered(self.channel, [word])[:, 0]]
         if _FAILED in words and word != _FAILED:
-            raise PeerLost(f"rank {words.index(_FAILED)} could not read its checkpoints, and says why")
+            raise PeerLost(f"rank {words.index(_FAILED)} could not read its checkpoints: see its error message")
         return words
 
     def _nothing_common(self, until: int | None) -> str:
         there = ", ".join(map(str, list_checkpoints(self.directory))) or "none"
         upto = "" if until is None else f" of a step up to {until}"
         return (
-            f"wanted a good checkpoint{upto} on every host, got none on one of them (here are: {there}): "
-            "copy the checkpoints of another host there, or start a new run"
+            f"wanted a good checkpoint{upto} on every host, got none on one host (steps on this host: {there}): "
+            "copy the checkpoints of another host to that host, or start a new run"
         )

@@ -45,14 +45,15 @@ def check_initial(channel: Channel, module: nn.Module, cut: StagedModel | None) 
         held = {n: x for n, x in tensors_of(module).items() if cut is None or n in cut.holds}
         far = _far(channel, held, list(differ))
         if not far:
-            _log.warning("ranks begin with values that differ by rounding, as their processors do: %s", _said(differ))
+            said = "initial values differ between ranks by rounding, as their processors differ: %s"
+            _log.warning(said, _said(differ))
             return
         differ = {name: differ[name] for name in far}
     raise bad_input(
-        wanted="ranks that begin with the same numbers",
-        got=f"others for {_said(differ)}",
-        do="draw initial values from the generators of torch, random or numpy.random, which train.seed seeds, and from "
-        "none that the clock, the system or the rank seeds; set the seed before a module is made that is handed over",
+        wanted="the same initial values on all ranks",
+        got=f"different values for {_said(differ)}",
+        do="draw initial values from torch, random or numpy.random, which train.seed seeds, and not from generators "
+        "that the clock, the system or the rank seeds; if you pass a module, set the seed before you create it",
         key="model",
     )
 
@@ -79,7 +80,7 @@ def _projected(tensor: Tensor) -> list[float]:
 def _said(differ: Mapping[str, Mapping[int, float]]) -> str:
     name, seen = next(iter(differ.items()))
     more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-    return f"{name or 'what the constructor does'}{more}: {_who(seen)}"
+    return f"{name or 'the operations in the constructor'}{more}: {_who(seen)}"
 
 
 def _who(seen: Mapping[int, float]) -> str:

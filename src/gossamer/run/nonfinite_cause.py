@@ -63,19 +63,18 @@ class NonFiniteCause:
 
 
 _SAID = {
-    "parameter": "{name} on rank {rank} is not finite as the run begins: look at its initial value, or at the weights "
-    "that were loaded",
-    "column": "the batch on rank {rank} has numbers in {name} that are not finite: look at the data",
-    "given": "what {name} is called with on rank {rank} is the first value that is not finite: look at the code before "
-    "that call",
-    "outcome": "what {name} gives on rank {rank} is the first value that is not finite, and what it is given is: look "
-    "at what it computes (a division by 0, a logarithm, numbers too large for train.precision)",
-    "gradient": "the loss is finite, and the gradient of {name} on rank {rank} is the first in the backward that is "
-    "not: look at how it is used (the root or the norm of 0, a division by 0 that a mask hides, numbers too large for "
-    "train.precision)",
+    "parameter": "parameter or buffer {name} on rank {rank} is not finite at the start of the run: check its initial "
+    "value, or the weights that were loaded",
+    "column": "the batch on rank {rank} has values in {name} that are not finite: check the data",
+    "given": "the first value that is not finite is an input of {name} on rank {rank}: check the code before that call",
+    "outcome": "the first value that is not finite is the output of {name} on rank {rank}, whose inputs are finite: "
+    "check the computation in {name} (a division by 0, a logarithm, values too large for train.precision)",
+    "gradient": "the loss is finite, and the first gradient in the backward pass that is not finite is that of {name} "
+    "on rank {rank}: check how {name} is used (the root or the norm of 0, a division by 0 that a mask hides, values "
+    "too large for train.precision)",
 }
-_OF_THE_LOSS = "what all modules give is finite, and the loss is not: look at the objective, and at the labels"
-_UNSEEN = "it was so only once, and not when the step was run again to find out: look at the machine"
+_OF_THE_LOSS = "the outputs of all modules are finite, and the loss is not: check the loss function and the labels"
+_UNSEEN = "all values were finite when the step was repeated: check the memory and processor of that machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class NonFiniteSteps:
         If no update was made before, `again` runs the step once more to find the cause, on all ranks that agreed on it.
         """
         if updates:
-            return "Lower the learning rate, look at the samples named in records.jsonl"
+            return "Lower the learning rate, check the samples named in records.jsonl"
         window, sight = task.window, NonFiniteSite(self.stages.engine.module)
         with sight.watching():
             again()
@@ -45,7 +45,7 @@ class NonFiniteSteps:
         )
         rows = [piece.rows for piece in task.pieces.values()]
         cause = cause_of(sight, min(self.stages.pieces, default=0), rows, self.replica.gradients(), ranks)
-        said = f"No update was made before, so it is not the learning rate: {cause.told(agreement.loss)}"
+        said = f"No update was made before, so the learning rate is not the cause: {cause.told(agreement.loss)}"
         return f"{said}. The samples are named in records.jsonl; leave them out"
 
     def error(self, step: int, agreement: StepAgreement, advice: str) -> str:

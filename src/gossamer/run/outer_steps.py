@@ -64,9 +64,10 @@ class OuterSteps:
         self.sink(records.Islands(step=heard.step, losses=losses, weights=heard.weights, rejected=heard.rejected))
         islands = self.replica.levels.groups["island"]
         for island in (one for one, is_late in zip(islands, heard.late, strict=True) if is_late):
-            said = f"the island of ranks {list(island)} was late: the round went on without what it has done in it"
+            said = f"the island of ranks {list(island)} was late: the sync round went on without its parameter changes"
             self.sink(records.Event(level="warning", message=said, step=heard.step, rank=island[0]))
         for island, count in zip(islands, heard.rejected, strict=True):
             if count and self.replica.rank not in island:
-                said = f"the island of ranks {list(island)} has rejected {count} of its last steps: not finite"
+                said = f"the island of ranks {list(island)} has rejected {count} of its last steps"
+                said += ", as their loss or gradient was not finite"
                 self.sink(records.Event(level="error", message=said, step=heard.step, rank=island[0]))

@@ -36,7 +36,7 @@ def check_before_start(parts: Parts) -> None:
         raise bad_input(
             wanted="data that is text",
             got="sequences without a tokenizer",
-            do="leave it out",
+            do="leave train.sample_prompt out",
             key="train.sample_prompt",
         )
     parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
@@ -59,8 +59,8 @@ def _check_copies(parts: Parts) -> None:
     halves = [name for name, param in trainable(parts.outline).items() if param.dtype in HALF]
     if halves and methods.sharding.is_sharded:
         raise bad_input(
-            wanted="float32 parameters, to shard states with local updates",
-            got=f"{len(halves)} in half types, such as {halves[0]}",
+            wanted="float32 parameters, to shard optimizer states with local updates",
+            got=f"{len(halves)} parameters in half precision, such as {halves[0]}",
             do="set model.dtype to float32 (train.precision: bf16 still computes in bf16), or plan.sharding to none",
             key="plan.sharding",
         )

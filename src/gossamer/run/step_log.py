@@ -66,7 +66,8 @@ class StepLog:
             self.lines.append(said.line(), durable=isinstance(said, ParameterChecksum))
         except OSError as error:
             if not self._told:
-                _log.warning("%s cannot be written (%s): the run goes on", self.lines.path, error.strerror)
+                text = "%s cannot be written (%s): the run continues without this log"
+                _log.warning(text, self.lines.path, error.strerror)
             self._told = True
 
     def past(self) -> LoggedSteps:
@@ -81,7 +82,7 @@ class StepLog:
                 said = None if line is None else parsed(line)
             except CheckpointMismatch as error:
                 raise CheckpointMismatch(
-                    f"{self.lines.path}: line {number}: {error}. Without the file the run goes on from its checkpoint"
+                    f"{self.lines.path}: line {number}: {error}. Remove the file to resume from the checkpoint alone"
                 ) from None
             if isinstance(said, ParameterChecksum) and said.begins:
                 found.steps = {step: one for step, one in found.steps.items() if step < said.step}

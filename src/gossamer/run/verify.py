@@ -82,7 +82,7 @@ class Verifier:
         self.tolerance = self.wanted.tolerance_factor * usual
         outliers = [rank for rank, n in enumerate(noise) if not n <= far * usual]
         named = {
-            rank: [f"its gradient of rank 0's samples is {noise[rank]:.2g} of its size from that of most ranks"]
+            rank: [f"its gradient of rank 0's samples differs by {noise[rank]:.2g} of its norm from that of most ranks"]
             for rank in outliers
             if 2 * len(outliers) < len(noise)
         }
@@ -98,7 +98,7 @@ class Verifier:
         if not self.wanted.every:
             return
         drawn, false = self._beacon.draw()
-        named = {rank: ["its random number is not the one it had bound itself to"] for rank in false}
+        named = {rank: ["its random number is not the one it committed to"] for rank in false}
         if drawn % self.wanted.every and not named:
             return
         began = time.perf_counter()
@@ -131,7 +131,7 @@ class Verifier:
         if not self.wanted.every:
             return
         drawn, false = self._beacon.draw()
-        named = {rank: ["its random number is not the one it had bound itself to"] for rank in false}
+        named = {rank: ["its random number is not the one it committed to"] for rank in false}
         undecided = self._judge_state(self._digests(drawn >> 2, []), step, named)
         self._end(step - 1, named, undecided)
 
@@ -149,10 +149,11 @@ class Verifier:
     def _judge_state(self, digests: Tensor, step: int, named: dict[int, list[str]]) -> list[str]:
         odd = outvoted([tuple(row) for row in digests.tolist()])
         if odd is None:
-            return ["no parameters are held by more than half of the ranks"]
-        since = f"after step {self._sound}" if self._sound >= 0 else "since the start"
+            return ["the parameters differ between ranks, and no majority holds the same ones"]
+        since = f"equal after step {self._sound}" if self._sound >= 0 else "never found equal"
         for rank in odd:
-            named.setdefault(rank, []).append(f"its parameters or optimizer state are not the others' ({since})")
+            said = f"its parameters or optimizer states differ from those of most ranks ({since})"
+            named.setdefault(rank, []).append(said)
         if not odd:
             self._sound = step
         return []
@@ -168,12 +169,13 @@ class Verifier:
         undecided = []
         for trio in disputed:
             if trio.word(tolerance) is Majority.UNDECIDED:
-                undecided.append(f"ranks {list(trio.ranks)} get three gradients of rank {trio.ranks[0]}'s samples")
+                whose = f"rank {trio.ranks[0]}'s samples"
+                undecided.append(f"ranks {list(trio.ranks)} compute three different gradients of {whose}")
             if (odd := trio.odd(tolerance)) is not None:
                 rank, far = odd
                 whose = "its own" if rank == trio.ranks[0] else f"rank {trio.ranks[0]}'s"
                 others = " and ".join(str(r) for r in trio.ranks if r != rank)
-                said = f"its gradient of {whose} samples is {far:.2g} of its size from that of ranks {others}"
+                said = f"its gradient of {whose} samples differs by {far:.2g} of its norm from that of ranks {others}"
                 named.setdefault(rank, []).append(f"{said} (noise: up to {tolerance:.2g})")
         return undecided
 
@@ -188,7 +190,8 @@ class Verifier:
         coarse = max(torch.finfo(p.dtype).eps for p in self.witness.params.values())  # rounding error of the mean
         if apart <= 4 * self.replica.ranks * coarse:
             return []
-        return [f"the mean gradient is {apart:.2g} from the sum of what all say they sent: some rank sent another"]
+        said = f"the mean gradient differs by {apart:.2g} of its norm from the sum of the gradients that ranks report"
+        return [f"{said}: some rank sent another gradient than it reports"]
 
     def _noise(self, step: int, replica: int, scale: float) -> float:
         """Return the distance between re-executions on one rank, the median over ranks."""
@@ -214,7 +217,7 @@ class Verifier:
             self._tell("error", step, said, rank=min(named, default=-1))
             return
         raise Untrustworthy(
-            f"step {step + 1}: {said}. Nothing was saved since: resume from the last checkpoint, without that machine"
+            f"step {step + 1}: {said}. No checkpoint was saved since: resume from the last one, without that machine"
         )
 
     def _tell(self, level: str, step: int, message: str, *, rank: int = -1) -> None:

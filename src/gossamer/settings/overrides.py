@@ -89,7 +89,9 @@ def _put(node: Any, model: type[BaseModel], key: str, above: str, value: Any) ->
     here = f"{above}{name}"
     node = {} if node is None else node
     if not isinstance(node, Mapping):
-        raise BadInput(f"command line: {above}{key} cannot be set: its section holds {node!r} instead of keys")
+        section_key = above.rstrip(".")
+        do = f"write keys below {section_key}, indented, in the configuration file"
+        raise BadInput(f"command line: {above}{key} cannot be set: {section_key} holds {node!r} instead of keys: {do}")
     if not rest:
         return {**node, name: value}
     field = model.model_fields.get(name)

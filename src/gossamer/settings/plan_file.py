@@ -46,7 +46,8 @@ def with_plan(resolved: Resolved, file: Path, *, ranks: int | None = None) -> Re
     plan = plan_in(file)
     lines = {PLAN_FIELDS.get(field, field): where for field, where in read(file).lines.items()}
     if ranks is not None and plan.ranks != ranks:
-        raise BadInput(f"{file} is a plan for {plan.ranks} ranks, there are {ranks}: start as many, or plan again")
+        do = f"start {plan.ranks} ranks, or leave --plan out to make a new plan"
+        raise BadInput(f"{file} is a plan for {plan.ranks} ranks, this run has {ranks} ranks: {do}")
     given = {key for key, where in resolved.origin.items() if where != DEFAULT}
     for error in contradictions(resolved.config, plan, given, name=str(file), lines=lines):
         raise error
@@ -71,9 +72,9 @@ def contradictions(
         if key in given and asked != "auto" and not _alike(key, asked, has):
             where = lines.get(field.partition(".")[0], name)
             yield bad_input(
-                wanted=f"what the plan says, {_told(has)} ({field} in {where})",
+                wanted=f"the value of the plan, {_told(has)} ({field} in {where})",
                 got=_told(asked),
-                do="leave the key out, change the plan, or train without it",
+                do="leave the key out, change the plan file, or train without that file",
                 key=key,
             )
 

@@ -43,9 +43,9 @@ def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
     directory = open_run(run_dir)
     if not directory.config_file.exists():
         raise bad_input(
-            wanted=f"the configuration that {run_dir} began with, run.yaml in it",
-            got="none",
-            do="put it back: `gossamer config show` of what it was started with writes the same",
+            wanted=f"{directory.config_file}, the configuration of the run",
+            got="no such file",
+            do="restore it: `gossamer config show FILE`, with the file that the run was started with, prints the same",
         )
     written = read(directory.config_file)
     lines = {upgrade.dotted(key): where for key, where in written.lines.items()}

@@ -51,7 +51,7 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text (byte {error.start}): give a YAML or TOML file") from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        raise BadInput(f"cannot read {path}: {error.strerror}: give a configuration file that can be read") from None
 
 
 def _missing(path: Path) -> str:
@@ -59,9 +59,10 @@ def _missing(path: Path) -> str:
     if "=" in path.name:
         return f"there is no file {path}: the configuration file comes first, then key=value"
     if not folder.is_dir():
-        return f"there is no file {path}: the folder {folder} does not exist"
+        return f"there is no file {path}: the folder {folder} does not exist: correct the path"
     beside = [p.name for p in folder.iterdir() if p.suffix in SUFFIXES and p.name != "pyproject.toml"]
-    return f"there is no file {path}: {nearest(path.name, beside) if beside else 'nor any other .yaml in its folder'}"
+    none = "its folder has no configuration file (.yaml, .yml, .toml or .json): give the path of one"
+    return f"there is no file {path}: {nearest(path.name, beside) if beside else none}"
 
 
 def read_yaml(text: str, name: str) -> ParsedFile:

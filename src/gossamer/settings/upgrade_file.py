@@ -39,7 +39,8 @@ def upgraded(text: str, name: str) -> tuple[str, tuple[Rename, ...]]:
     moved = next((one for one in found if one.new == KEYS[_MOVED]), None)
     if moved is not None:
         raise BadInput(
-            f"{name}:{moved.line}: {_MOVED} is {KEYS[_MOVED]} now: move it to its section, then convert again"
+            f"{name}:{moved.line}: {_MOVED} is {KEYS[_MOVED]} now: move the key to the section "
+            f"{KEYS[_MOVED].partition('.')[0]}, then run `gossamer config upgrade` again"
         )
     for one in reversed(found):
         text = text[: one.start] + one.new + text[one.end :]
@@ -54,7 +55,7 @@ def upgrade_file(file: Path) -> tuple[Rename, ...]:
     Raises BadInput as `upgraded` does, and for a file that is not YAML.
     """
     if file.suffix == ".toml":
-        do = "rename what `gossamer config check` names"
+        do = "rename by hand the keys that `gossamer config check` reports"
         raise BadInput(f"{file}: only YAML and JSON files can be converted, not TOML: {do}")
     try:
         text = file.read_bytes().decode("utf-8")

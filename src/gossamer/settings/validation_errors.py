@@ -109,9 +109,10 @@ def _mistake(item: ErrorDetails, values: Mapping[str, Any]) -> _Mistake:
 
 
 def _wrong(key: str, field: FieldInfo, value: Any) -> _Mistake:
-    do = f"write one, or leave it out for {_short(field.get_default(call_default_factory=True))}"
+    default = _short(field.get_default(call_default_factory=True))
+    do = f"write such a value, or leave the key out for its default, {default}"
     if section(field.annotation) is not None:
-        do = "write keys below it, indented, or leave it out"
+        do = "write keys below this section, indented, or leave the section out"
     elif is_text(field) and not isinstance(value, (list, dict)):
         do = f'quote it: "{_short(value)}"'
     got = "nothing" if value is None else repr(value) if isinstance(value, str) else _short(value)

@@ -96,9 +96,9 @@ class Sharding(ABC):
         """Raise BadInput where the method cannot serve these process groups; called when all of them are known."""
         if self.needs_islands and "island" not in levels.groups:
             raise bad_input(
-                wanted="islands of ranks, to hold the states on each of them",
-                got="links that are all alike, or not known",
-                do="say in machines.islands which ranks share a fast link, or leave `island` out of plan.sharding",
+                wanted="islands of ranks, as each island holds all states",
+                got="links that are equally fast, or not known",
+                do="list the ranks of each island in machines.islands, or remove `island` from plan.sharding",
                 key="plan.sharding",
             )
 

@@ -78,7 +78,7 @@ class ReduceScatter(Exchange):
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         if self.codec is not None and not self.codec.traits.fixed_size:
-            do = "give a cast, int8 or int4"
+            do = "choose bfloat16, float16, int8 or int4"
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do)
 
 

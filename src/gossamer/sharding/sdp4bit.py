@@ -53,7 +53,7 @@ class Sdp4bit(Sharding):
         coded = {"weights": self.weights, "gradients": self.gradients, "intra_gradients": self.intra_gradients}
         for name, codec in coded.items():
             if codec is not None and not codec.traits.fixed_size:
-                do = "give int4, int8 or a cast"
+                do = "choose int4, int8, bfloat16 or float16"
                 raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(codec), do=do, key=name)
 
     @property

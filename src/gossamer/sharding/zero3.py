@@ -65,9 +65,9 @@ class Zero3(Sharding):
     def __post_init__(self) -> None:
         if self.states_group == "island" and self.weights_group == "all":
             raise bad_input(
-                wanted="weights_group: island with it, as a rank updates rows of the parameters that it holds",
+                wanted="weights_group: island with states_group: island, as a rank updates only rows that it holds",
                 got="weights_group: all",
-                do="give both, or zero1 with shard_group: island",
+                do="set weights_group: island too, or use {zero1: {shard_group: island}}",
                 key="states_group",
             )
 

@@ -46,7 +46,7 @@ class Section(BaseModel):
     def _is_text(cls, value: Any) -> Any:
         """Half a letter (bytes that are no UTF-8, on the command line) could be neither tokenized nor written down."""
         if (broken := _broken(value)) is not None:
-            raise ValueError(f"wanted text, got {broken!a}, in which bytes are no UTF-8: write it anew in UTF-8")
+            raise ValueError(f"wanted text, got {broken!a}, in which some bytes are not UTF-8: save the text as UTF-8")
         return value
 
 
@@ -226,7 +226,8 @@ class PlanSection(Section):
     def _window_fits(self) -> PlanSection:
         if self.adapt_window > self.adapt_every:
             raise ValueError(
-                f"adapt_window is {self.adapt_window} steps, adapt_every {self.adapt_every}: windows may not overlap"
+                f"wanted adapt_window of at most adapt_every, which is {self.adapt_every} steps, "
+                f"got {self.adapt_window} steps: lower adapt_window or raise adapt_every"
             )
         return self
 

@@ -112,7 +112,7 @@ class Mesh:
         if found is None:
             raise BadInput(
                 f"rank {rank} has no group on the mesh axis {axis!r}, the ranks are 0 to {self.size - 1} and the axes "
-                f"{', '.join(self.axes)}: list every rank once"
+                f"{', '.join(self.axes)}: list every rank once in machines.islands"
             )
         return found
 

@@ -43,7 +43,8 @@ def lines(written: Exchanges, *, key: str) -> tuple[ParameterRule, ...]:
     """
     if isinstance(written, (list, tuple)):
         if not written:
-            raise bad_input(wanted="a method, or lines of them", got="[]", do="write dense, say", key=key)
+            wanted = "a method, or lines [parameter pattern, link level, method]"
+            raise bad_input(wanted=wanted, got="[]", do="write dense, say", key=key)
         found = tuple(_line(item, key=f"{key}.{i}") for i, item in enumerate(written))
         _check_partners(found)
         return found
@@ -58,7 +59,7 @@ def _line(item: Any, *, key: str) -> ParameterRule:
     try:
         re.compile(pattern)
     except re.error as error:
-        do = "put a backslash before what is meant as it stands"
+        do = "put a backslash before each special character that is meant literally"
         raise bad_input(wanted="a regular expression", got=f"{pattern!r} ({error})", do=do, key=f"{key}.0") from None
     if level not in LEVELS:
         now = earlier_names.LEVELS.get(level, "")

@@ -87,11 +87,14 @@ class Plan(BaseModel):
         for name in ("batch_fractions", "rows", "microbatches"):
             wanted = self.ranks if self.stage_ranks and name == "batch_fractions" else replicas
             if len(getattr(self, name)) != wanted:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries, the mesh has {wanted} replicas")
+                each = "replica" if wanted == replicas else "rank"
+                got = len(getattr(self, name))
+                raise ValueError(f"{name}: wanted {wanted} entries, one for each {each}, got {got}")
         for replica, (rows, pieces) in enumerate(zip(self.rows, self.microbatches, strict=True)):
             if not 1 <= pieces <= rows:
                 raise ValueError(
-                    f"replica {replica} has {rows} rows and {pieces} micro-batches: need 1 <= that <= rows"
+                    f"microbatches: wanted 1 to {rows} micro-batches for replica {replica}, which has {rows} rows, "
+                    f"got {pieces}"
                 )
         if self.stage_ranks:
             self._check_stages()
@@ -109,13 +112,15 @@ class Plan(BaseModel):
     def _check_stages(self) -> None:
         if (self.mesh.replica, self.mesh.pipe) != (1, len(self.stage_ranks)):
             raise ValueError(
-                f"stage_ranks lists {len(self.stage_ranks)} for a mesh of {self.mesh.replica} x {self.mesh.pipe}"
+                f"stage_ranks: wanted {self.mesh.pipe} stages (mesh.pipe) and mesh.replica 1, "
+                f"got {len(self.stage_ranks)} stages and mesh.replica {self.mesh.replica}"
             )
         if sorted(rank for group in self.stage_ranks for rank in group) != list(range(self.ranks)):
             raise ValueError(f"stage_ranks {self.stage_ranks} must name every rank once, from 0 on")
         if self.microbatches[0] < max(map(len, self.stage_ranks)):
             raise ValueError(
-                f"{self.microbatches[0]} micro-batches are fewer than the ranks of a stage: {self.stage_ranks}"
+                f"microbatches: wanted at least {max(map(len, self.stage_ranks))}, the ranks of the largest stage in "
+                f"{self.stage_ranks}, got {self.microbatches[0]}: raise train.accumulate"
             )
 
     @property

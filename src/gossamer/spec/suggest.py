@@ -12,4 +12,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "known: " + ", ".join(known) if known else "nothing is known here"
+    return "known: " + ", ".join(known) if known else "known: none"

@@ -38,7 +38,7 @@ class Unread:
         return bad_input(wanted=self.wanted, got=self.got(config), do=self.do, key=self.key)
 
 
-_STAGES = "a model in stages, whose borders it is about"
+_STAGES = "a model in 2 or more pipeline stages, without which this key has no effect"
 _NO_STAGES = "plan.mesh.pipe 1"
 
 
@@ -69,7 +69,7 @@ UNREAD = (
         key="plan.adapt_every",
         is_written=lambda c: c.plan.adapt_every != _PLAN.adapt_every,
         is_read=lambda c: c.plan.adapt != "none",
-        wanted="a policy that is asked so often",
+        wanted="a policy in plan.adapt, without which plan.adapt_every has no effect",
         got=lambda c: "plan.adapt none",
         do="name one of `gossamer methods policy` as plan.adapt, or leave plan.adapt_every out",
     ),
@@ -77,7 +77,7 @@ UNREAD = (
         key="plan.adapt_window",
         is_written=lambda c: c.plan.adapt_window != _PLAN.adapt_window,
         is_read=lambda c: c.plan.adapt != "none",
-        wanted="a policy whose choices rest on so many steps",
+        wanted="a policy in plan.adapt, without which plan.adapt_window has no effect",
         got=lambda c: "plan.adapt none",
         do="name one of `gossamer methods policy` as plan.adapt, or leave plan.adapt_window out",
     ),
@@ -85,31 +85,31 @@ UNREAD = (
         key="plan.lossy",
         is_written=lambda c: c.plan.lossy != _PLAN.lossy,
         is_read=lambda c: c.plan.exchange == "auto",
-        wanted="an exchange that is left to be chosen",
+        wanted="plan.exchange auto, without which plan.lossy has no effect",
         got=lambda c: f"plan.exchange {told(c.plan.exchange)}",
-        do="leave plan.exchange at auto, or leave plan.lossy out: what is named is taken as it is",
+        do="set plan.exchange to auto, or leave plan.lossy out: a named exchange is used even if it is lossy",
     ),
     Unread(
         key="train.verify.tolerance_factor",
         is_written=lambda c: c.train.verify.tolerance_factor != _VERIFY.tolerance_factor,
         is_read=lambda c: c.train.verify.every > 0,
-        wanted="verification, whose tolerance it is",
+        wanted="train.verify.every above 0, without which the tolerance has no effect",
         got=lambda c: "train.verify.every 0",
-        do="set train.verify.every, or leave train.verify.tolerance_factor out",
+        do="set train.verify.every to a number of steps, or leave train.verify.tolerance_factor out",
     ),
     Unread(
         key="train.verify.on_failure",
         is_written=lambda c: c.train.verify.on_failure != _VERIFY.on_failure,
         is_read=lambda c: c.train.verify.every > 0,
-        wanted="verification, which could fail",
+        wanted="train.verify.every above 0, without which on_failure has no effect",
         got=lambda c: "train.verify.every 0",
-        do="set train.verify.every, or leave train.verify.on_failure out",
+        do="set train.verify.every to a number of steps, or leave train.verify.on_failure out",
     ),
     Unread(
         key="train.sample_max_new_tokens",
         is_written=lambda c: c.train.sample_max_new_tokens != _TRAIN.sample_max_new_tokens,
         is_read=lambda c: bool(c.train.sample_prompt),
-        wanted="a text to go on with",
+        wanted="a prompt to continue, without which this key has no effect",
         got=lambda c: "no train.sample_prompt",
         do="set train.sample_prompt, or leave train.sample_max_new_tokens out",
     ),

@@ -22,10 +22,10 @@ def not_negative(name: str, value: float) -> None:
 def below_one(name: str, value: float) -> None:
     """Raise BadInput unless 0 <= value < 1."""
     if not 0 <= value < 1:
-        raise bad_input(wanted="a number from 0 to below 1", got=f"{value:g}", do="0.9 is a usual value", key=name)
+        raise bad_input(wanted="a number from 0 to below 1", got=f"{value:g}", do="give a number such as 0.9", key=name)
 
 
 def a_part(name: str, value: float) -> None:
     """Raise BadInput unless 0 < value <= 1."""
     if not 0 < value <= 1:
-        raise bad_input(wanted="a part above 0 and up to 1", got=f"{value:g}", do="1 is all", key=name)
+        raise bad_input(wanted="a fraction above 0 and up to 1", got=f"{value:g}", do="give 1 for all", key=name)

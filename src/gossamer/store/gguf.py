@@ -61,7 +61,9 @@ def read_summary(path: Path | str) -> GgufSummary:
     lengths = {name: len(field.data) for name, field in reader.fields.items()}
     architecture = fields.get("general.architecture")
     if not isinstance(architecture, str):
-        raise bad_input(wanted=f"a model in {path}", got="no general.architecture", do="give a file that holds a model")
+        raise bad_input(
+            wanted=f"a model in {path}", got="a file without general.architecture", do="give the GGUF file of a model"
+        )
     pre = fields.get("tokenizer.ggml.pre")
     return GgufSummary(
         path=path,
@@ -87,14 +89,16 @@ def _check_start(path: Path) -> int:
             size = file.seek(0, 2)
     except OSError as error:
         raise bad_input(
-            wanted=f"a GGUF file at {path}", got=error.strerror or "", do="give one that is there"
+            wanted=f"a GGUF file at {path}", got=error.strerror or "", do="give the path of an existing file"
         ) from None
     if start[:4] != b"GGUF":
         raise bad_input(wanted=f"a GGUF file at {path}", got=f"one that begins {start[:4]!r}", do="give another file")
     version = int.from_bytes(start[4:], "little")
     if version not in _VERSIONS:
         raise bad_input(
-            wanted=f"GGUF version 2 or 3, little-endian, in {path}", got=f"version {version}", do="convert it again"
+            wanted=f"GGUF version 2 or 3, little-endian, in {path}",
+            got=f"version {version}",
+            do="convert the model again",
         )
     return size
 

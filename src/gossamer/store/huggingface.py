@@ -57,11 +57,11 @@ def export_directory(
             raise bad_input(
                 wanted=f"a folder that can be written at {target}",
                 got=error.strerror or str(error),
-                do="name another",
+                do="name another folder",
             ) from None
         free = show_bytes(shutil.disk_usage(target.parent).free) if target.parent.is_dir() else "nothing"
         raise RunFailed(
-            f"{target} was not written: {error.strerror} ({free} free): free space, or name another"
+            f"{target} was not written: {error.strerror} ({free} free): free disk space, or name another folder"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -73,12 +73,14 @@ def _check(target: Path, files: Mapping[str, bytes | Path]) -> None:
         raise bad_input(
             wanted="a new folder to export into",
             got=f"{target}, which exists",
-            do="name another, or remove it first: nothing is ever overwritten",
+            do="name another folder, or remove this one first: nothing is ever overwritten",
         )
     for name in files:
         if Path(name).name != name or name == "config.json" or name.endswith((".safetensors", ".index.json")):
             raise bad_input(
-                wanted="plain names beside config.json and the weights", got=repr(name), do="leave it out or rename it"
+                wanted="plain names beside config.json and the weights",
+                got=repr(name),
+                do="remove that file or rename it",
             )
 
 

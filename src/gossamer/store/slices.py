@@ -31,9 +31,9 @@ class Slice:
         dims = zip(self.start, self.size, self.shape, strict=False)
         fits = len(self.start) == len(self.size) == len(self.shape)
         if not fits or any(at < 0 or size < 0 or at + size > whole for at, size, whole in dims):
-            raise ValueError(f"{self.name}: start {self.start} + size {self.size} is no part of shape {self.shape}")
+            raise ValueError(f"{self.name}: start {self.start} + size {self.size} is not inside shape {self.shape}")
         if self.replica < REPLICATED:
-            raise ValueError(f"{self.name}: replica {self.replica}; wanted a rank, or -1 for the same on all")
+            raise ValueError(f"{self.name}: wanted a rank as replica, or -1 for equal values, got {self.replica}")
 
     @staticmethod
     def whole(name: str, shape: Extent, replica: int = REPLICATED) -> Slice:

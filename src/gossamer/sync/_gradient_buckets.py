@@ -214,9 +214,9 @@ class GradientBuckets:
             for name in (e.name for e in slot.layout.entries):
                 if not has_residual(exchanges[name]):
                     raise bad_input(
-                        wanted=f"an exchange for {name} that goes on with its residual, as feedback does",
+                        wanted=f"an exchange with error feedback for {name}, which has a residual to send",
                         got=repr(exchanges[name]),
-                        do="put error_feedback around it: around dense, it pays all at once",
+                        do="wrap that exchange in error_feedback ({error_feedback: dense} sends the residual at once)",
                     )
 
 

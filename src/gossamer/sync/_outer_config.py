@@ -98,29 +98,30 @@ class OuterLoopConfig:
 
     def _check_period(self) -> None:
         """Check the sync period, and what of it fragments, delay and mixing take."""
-        every, do = self.sync_every, "1 exchanges after every step"
+        every, do = self.sync_every, "give 1 to exchange after every step, or more"
         _demand(every >= 1, "sync_every", "a period of at least 1 step", every, do)
-        fits, wanted = 1 <= self.fragments <= every, f"1 to {every} fragments (sync_every)"
-        _demand(fits, "fragments", wanted, self.fragments, "each has a step of its own")
+        fits, wanted = 1 <= self.fragments <= every, f"1 to {every} fragments (sync_every is {every})"
+        do = "lower fragments or raise sync_every: each fragment is sent after a different step"
+        _demand(fits, "fragments", wanted, self.fragments, do)
         longest = every if self.overlap.reset_to_global else every - 1
         fits = 0 <= self.overlap.delay <= longest
-        do = "an exchange must end before the next one of the same parameters begins: raise sync_every"
+        do = "lower sync_delay or raise sync_every: an exchange ends before the next one of the same parameters begins"
         _demand(fits, "sync_delay", f"a delay of 0 to {longest} steps", self.overlap.delay, do)
-        alpha, do = self.overlap.alpha, "0 takes the common parameters alone"
-        _demand(0 <= alpha <= 1, "alpha", "a part from 0 to 1", alpha, do)
+        alpha, do = self.overlap.alpha, "give 0 to load the global parameters alone"
+        _demand(0 <= alpha <= 1, "alpha", "a mixing factor from 0 to 1", alpha, do)
 
     def _check_rounds(self) -> None:
         """Check the numbers of rounds after which one is dense, or averages second moments."""
-        key, wanted = "global_sync_every", "a number of rounds from 0 on"
-        do = "0 meets in full in the end alone"
+        key, wanted = "global_sync_every", "0 or more rounds"
+        do = "give 0 for a dense average in the last round alone"
         _demand(self.global_sync_every >= 0, key, wanted, self.global_sync_every, do)
-        key, do = "average_second_moments_every", "0 leaves to each island its own"
+        key, do = "average_second_moments_every", "give 0 to average no second moments"
         _demand(self.average_second_moments_every >= 0, key, wanted, self.average_second_moments_every, do)
 
     def _check_stragglers(self) -> None:
-        """Check the patience with late islands, and that the other settings let a round do without one."""
+        """Check the timeout for late islands, and that the other settings let a round end without them."""
         key, patience_s = "straggler_timeout_s", self.straggler_timeout_s
-        _demand(0 <= patience_s < math.inf, key, "0 seconds or more", patience_s, "0 waits for as long as it takes")
+        _demand(0 <= patience_s < math.inf, key, "0 seconds or more", patience_s, "give 0 to wait without limit")
         plain = not (
             self.overlap.reset_to_global
             or self.error_reset
@@ -128,23 +129,30 @@ class OuterLoopConfig:
             or self.warmup.var_update_scaler
             or self.warmup.local_step_scaler
         )
-        do = "what an island owes, or meets of every step, is of all islands: such a loop waits for all"
-        _demand(plain or not patience_s, key, "0", patience_s, do)
-        do = "in this exchange who is left out goes on being counted with what it sent before: take error_feedback"
-        _demand(not (patience_s and is_cumulative(self.exchange)), key, "0", patience_s, do)
+        wanted = "0 in a sync method that needs all islands in every round, as with error_reset or step_exchange"
+        _demand(plain or not patience_s, key, wanted, patience_s, "set straggler_timeout_s to 0")
+        wanted = "0 with an EF21 exchange, which keeps counting the last message of an island that missed a round"
+        do = "set straggler_timeout_s to 0, or use the exchange {error_feedback: {topk: {fraction: 0.01}}}"
+        _demand(not (patience_s and is_cumulative(self.exchange)), key, wanted, patience_s, do)
 
     def _check_warmup(self) -> None:
         """Check the synchronous steps at first, and the rounds that grow after them."""
-        wanted, do = "a number of steps from 0 on", "0 parts the islands at once"
+        wanted, do = "0 or more steps", "give 0 for local steps from the first step on"
         _demand(self.warmup.steps >= 0, "warmup_steps", wanted, self.warmup.steps, do)
-        do = "0 lets all gradients meet in all steps before warmup_steps"
+        do = "give 0 to average the gradients of all ranks in every warm-up step"
         _demand(self.warmup.var_update_scaler >= 0, "var_update_scaler", wanted, self.warmup.var_update_scaler, do)
-        do = "0 does not let rounds grow"
+        do = "give 0 for rounds of full length after the warm-up"
         _demand(self.warmup.local_step_scaler >= 0, "local_step_scaler", wanted, self.warmup.local_step_scaler, do)
         whole = self.fragments == 1 and not self.overlap.delay and not self.local_steps
         fits = whole or not self.warmup.var_update_scaler + self.warmup.local_step_scaler
-        do = "rounds of one step are of the whole model, without delay, and everybody makes all steps"
-        _demand(fits, "fragments", "one fragment", self.fragments, do)
+        if not fits:
+            delay, steps = self.overlap.delay, self.local_steps
+            raise bad_input(
+                wanted="1 fragment, sync_delay 0 and no local_steps with var_update_scaler or local_step_scaler",
+                got=f"{self.fragments} fragments, sync_delay {delay} and local_steps {steps or 'none'}",
+                do="change those three, or set var_update_scaler and local_step_scaler to 0",
+                key="fragments",
+            )
 
     def _check_local_steps(self) -> None:
         """Check that the fastest island makes all steps of a round, and the others at least one."""
@@ -153,8 +161,9 @@ class OuterLoopConfig:
             and self.local_steps != "auto"
             and (min(self.local_steps) < 1 or max(self.local_steps) != self.sync_every)
         ):
-            wanted = f"1 to {self.sync_every} steps, and of one island {self.sync_every} (sync_every)"
-            do = "the fastest makes all steps of a round"
+            most = self.sync_every
+            wanted = f"1 to {most} steps for every island, and {most} (sync_every) for at least one"
+            do = f"give the fastest island {most} steps, and each other one 1 to {most}"
             raise bad_input(wanted=wanted, got=str(list(self.local_steps)), do=do, key="local_steps")
 
     def apart(self, done: int) -> bool:
@@ -175,9 +184,9 @@ class OuterLoopConfig:
         assert self.local_steps != "auto", "it is measured when all ranks are there"
         if len(self.local_steps) != len(islands):
             raise bad_input(
-                wanted=f"the steps of {len(islands)} islands, {[list(i) for i in islands]}",
+                wanted=f"one number of local steps for each of {len(islands)} islands, {[list(i) for i in islands]}",
                 got=str(list(self.local_steps)),
-                do="give one number for each, in this order, or auto",
+                do=f"list {len(islands)} numbers in the order of the islands, or write auto",
                 key="plan.sync.local_steps",
             )
         return self.local_steps

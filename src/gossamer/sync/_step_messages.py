@@ -73,7 +73,8 @@ def parsed(line: Mapping[str, Any]) -> StepMessage | ParameterChecksum:
     """Return the log entry of a decoded line. Raise CheckpointMismatch where it is none of this format."""
     wanted = _KINDS.get(str(line.get("kind")))
     if wanted is None or line.keys() != {"kind", *wanted}:
-        raise CheckpointMismatch(f"wanted a line of {' or '.join(_KINDS)}, got the keys {sorted(line)}")
+        kinds = " or ".join(_KINDS)
+        raise CheckpointMismatch(f"wanted an entry of kind {kinds} with its keys, got the keys {sorted(line)}")
     values = {name: _checked(name, line[name], kind) for name, kind in wanted.items()}
     if line["kind"] == "mark":
         return ParameterChecksum(**values)
@@ -83,9 +84,9 @@ def parsed(line: Mapping[str, Any]) -> StepMessage | ParameterChecksum:
     except ValueError as error:
         raise CheckpointMismatch(f"codes: {error}") from None
     if not labels or len(codes) % len(labels):
-        raise CheckpointMismatch(f"wanted as many codes of each of {len(labels)} ranks, got {len(codes)}")
+        raise CheckpointMismatch(f"codes: wanted as many for each of {len(labels)} ranks, got {len(codes)} in all")
     if NOT_FINITE in codes:
-        raise CheckpointMismatch("codes: a step that is not finite was never taken")
+        raise CheckpointMismatch("codes: wanted finite steps only, got the code of one that is not finite")
     return StepMessage(**values, labels=labels, codes=codes)
 
 
@@ -93,6 +94,6 @@ def _checked(name: str, value: Any, kind: type) -> Any:
     is_number = kind in (int, float)
     is_kind = type(value) is kind
     if not is_kind or (is_number and not 0 <= value < math.inf):
-        least = " from 0 on" if is_number else ""
+        least = " of 0 or more" if is_number else ""
         raise CheckpointMismatch(f"{name}: wanted {kind.__name__}{least}, got {value!r:.60}")
     return value

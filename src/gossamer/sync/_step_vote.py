@@ -87,7 +87,9 @@ class StepBallot:
         """Raise WireMismatch where a voter is at another step."""
         if not bool((self.votes[:, 0] == step).all()):
             steps = [int(s) for s in self.votes[:, 0].tolist()]
-            raise WireMismatch(f"the ranks are at different steps, by rank: {steps}")
+            raise WireMismatch(
+                f"wanted all ranks at the same step, got steps {steps} by rank: start them from one checkpoint"
+            )
 
     def marks(self, ranks: Sequence[int]) -> Tensor:
         """Return the marks of the idle parameters of `ranks`."""

@@ -100,7 +100,7 @@ class ZerothOrderRank:
         """Return `mark` once all ranks have called this and their checksums are equal; raise WireMismatch otherwise."""
         sums = self.replica.gather((float(mark.checksum),))[:, 0].tolist()
         if outvoted(sums) != []:
-            raise WireMismatch(f"after step {mark.step} the parameters are not the same everywhere: {parted(sums)}")
+            raise WireMismatch(f"after step {mark.step} the parameters are not the same on all ranks: {parted(sums)}")
         return mark
 
     @contextmanager

@@ -22,13 +22,16 @@ class ZerothOrderConfig:
     def __post_init__(self) -> None:
         if self.directions < 1:
             raise bad_input(
-                wanted="at least 1 direction", got=str(self.directions), do="each takes two forwards", key="directions"
+                wanted="at least 1 direction",
+                got=str(self.directions),
+                do="give 1 or more: each direction takes two forward passes",
+                key="directions",
             )
         if not 0 < self.epsilon < 1:
             raise bad_input(
-                wanted="a distance above 0 and below 1",
+                wanted="a step length above 0 and below 1",
                 got=f"{self.epsilon:g}",
-                do="1e-3 is what its papers use: much less drowns in rounding",
+                do="give 1e-3, as the papers do: a much smaller epsilon is lost in rounding",
                 key="epsilon",
             )
 

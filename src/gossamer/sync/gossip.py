@@ -47,10 +47,11 @@ class Gossip(Sync):
 
     def __post_init__(self) -> None:
         if not 0 < self.gamma <= 1:
-            wanted, do = "a step towards the neighbors in (0, 1]", "1 goes all the way to their mean"
+            wanted, do = "a consensus step size above 0 and up to 1", "give 1 to move to the mean of the neighbors"
             raise bad_input(wanted=wanted, got=f"{self.gamma:g}", do=do, key="gamma")
         if self.global_sync_every < 1:
-            wanted, do = "a full average every 1 or more rounds", "1 is local_sgd"
+            wanted = "1 or more rounds between averages over all islands"
+            do = "give 1 or more (with 1, use local_sgd instead)"
             raise bad_input(wanted=wanted, got=str(self.global_sync_every), do=do, key="global_sync_every")
         if not self.codec.traits.fixed_size:
             do = "name another codec: gossamer methods exchange/codec"

@@ -48,7 +48,8 @@ class ZeroOne(Sync):
     def __post_init__(self) -> None:
         for name, least in (("local_step_clipper", 1), ("var_freeze_step", 0)):
             if (given := getattr(self, name)) < least:
-                raise bad_input(wanted=f"{least} or more steps", got=str(given), do="leave it out", key=name)
+                do = f"give {least} or more, or remove {name} to use its default"
+                raise bad_input(wanted=f"{least} or more steps", got=str(given), do=do, key=name)
         Sync.__post_init__(self)
 
     @property

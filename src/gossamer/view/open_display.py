@@ -91,4 +91,4 @@ class Guarded(Display):
             self.inner = _Off()
             with suppress(Exception):
                 inner.close()
-            _log.warning("the display failed and is off: %s: %s", type(error).__name__, error)
+            _log.warning("the display failed and is off, the training continues: %s: %s", type(error).__name__, error)

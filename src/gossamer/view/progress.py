@@ -135,11 +135,16 @@ class Doubtful:
         if not isinstance(record, Step) or self._start is None or record.step_s <= 0:
             return []
         flop_per_s = record.tokens / record.step_s * self._start.flop_per_token
-        found = []
+        found: dict[str, str] = {}
         if 0 < self._start.peak_flop_per_s < flop_per_s:
-            found.append("makes more arithmetic than the fastest matmul that was measured at the start")
+            found["compute"] = (
+                f"computed {flop_per_s:.3g} FLOP/s, more than the {self._start.peak_flop_per_s:.3g} FLOP/s "
+                "of the fastest matmul measured at the start"
+            )
         if record.exposed_s > record.step_s:
-            found.append("has waited longer for the wire than it took")
-        new = [said for said in found if said not in self._said]
+            found["wait"] = (
+                f"waited {record.exposed_s:.3g} s for communication, longer than the {record.step_s:.3g} s of the step"
+            )
+        new = {kind: said for kind, said in found.items() if kind not in self._said}
         self._said.update(new)
-        return [f"step {record.step} {said}: shares beyond 100% are not shown" for said in new]
+        return [f"step {record.step} {said}: the display omits fractions above 100%" for said in new.values()]

@@ -216,7 +216,7 @@ class RunDirectory:
             raise bad_input(
                 wanted=f"a configuration of this version in {self.config_file}",
                 got=f"{first['msg']} at {key or 'its top'}",
-                do="put back the one that the run wrote, or use the version that wrote it",
+                do="restore the file that the run wrote, or use the version of Gossamer that wrote it",
             ) from None
 
     def plan(self) -> Plan | None:
@@ -236,7 +236,9 @@ class RunDirectory:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             said = str(error).splitlines()[0]
             raise bad_input(
-                wanted=f"a readable {file.name} in {self.path}", got=said, do="name a run directory"
+                wanted=f"a readable {file.name} in {self.path}",
+                got=said,
+                do="restore that file, or name another run directory",
             ) from None
 
 
@@ -245,10 +247,11 @@ def plan_in(file: Path) -> Plan:
     try:
         found = yaml.load(file.read_text("utf-8"), _Loader)
     except OSError as error:
-        do = "make one with `gossamer train --dry-run`"
+        do = "give the plan.yaml of a run directory"
         raise BadInput(f"cannot read the plan {file}: {error.strerror}: {do}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. Make one with --dry-run") from None
+        do = "Give the plan.yaml of a run directory"
+        raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. {do}") from None
     try:
         is_earlier = isinstance(found, dict) and found.get("format") == 1
         return Plan.model_validate(upgrade.plan(found) if is_earlier else found)
@@ -258,7 +261,7 @@ def plan_in(file: Path) -> Plan:
         said = "there is no such field" if one["type"] == "extra_forbidden" else said
         place = f"{at}: " if at else ""
         raise BadInput(
-            f"{file} is no plan: {place}{said}. Make one with --dry-run, or remove it to plan again"
+            f"{file} is no plan: {place}{said}. Correct the file, or remove it (and --plan): the run then makes a plan"
         ) from None
 
 
@@ -267,7 +270,7 @@ def latest(runs: Path) -> RunDirectory:
     found = [(newest, path.name, path) for path in _folders(runs) if (newest := _written_at(path)) is not None]
     if not found:
         raise bad_input(
-            wanted=f"a run under {runs}", got="none", do="start one with `gossamer train`, or name its folder"
+            wanted=f"a run under {runs}", got="none", do="start one with `gossamer train`, or name a run directory"
         )
     return RunDirectory(max(found)[2])
 

@@ -61,7 +61,7 @@ def held(directory: Path) -> Iterator[None]:
         raise bad_input(
             wanted=f"to write in the run directory {directory}",
             got=error.strerror or str(error),
-            do="name one that can be written",
+            do="name a run directory that can be written",
         ) from None
     try:
         yield

@@ -87,7 +87,7 @@ class ProcessGroupChannel(Channel):
             return dist.ProcessGroupGloo(store, me, len(members), options)
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {m.rank} could not join the {len(members)} ranks of level {level!r} over {backend} "
+                f"rank {m.rank} could not join the process group {level!r} of {len(members)} ranks over {backend} "
                 f"within {m.timeout_s:g} s: {_first_line(error)}. Check that all ranks started and that the "
                 f"network device {m.interface or '(default)'} reaches them (machines.interface)"
             ) from error
@@ -105,7 +105,7 @@ class ProcessGroupChannel(Channel):
 
     def start(self, message: Message) -> Pending:
         if self._poison:
-            raise PeerLost(f"this wire was given up: {self._poison}")
+            raise PeerLost(f"the channel of rank {self.rank} sends no more messages: {self._poison}")
         group = self.levels.group(message.level, self.rank)
         self.meter.count(message, group)
         self._moved(message)
@@ -136,7 +136,7 @@ class ProcessGroupChannel(Channel):
         return PeerLost(self._poison)
 
     def close(self) -> None:
-        self._poison = self._poison or "it was closed"
+        self._poison = self._poison or "the channel was closed"
         self._groups.clear()
 
 

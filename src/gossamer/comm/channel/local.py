@@ -87,7 +87,7 @@ class _Awaited(Pending):
         awaited = [((rows, *p.shape[1:]), p.dtype) for p in self.message.parts]
         sent = [(tuple(p.shape), p.dtype) for p in parts]
         if sent != awaited:
-            raise WireMismatch(f"rank {peer} sends {sent} to rank {self.rank}, which awaits {awaited}")
+            raise WireMismatch(f"rank {peer} sends {sent} to rank {self.rank}, which expects {awaited}")
 
 
 class LocalChannel(Channel):
@@ -156,7 +156,10 @@ def combine(messages: dict[int, Message], group: Sequence[int]) -> dict[int, tup
     for rank in group[1:]:
         other = messages[rank]
         if _signature(other) != _signature(first):
-            raise WireMismatch(f"rank {rank} sent {_signature(other)}, rank {group[0]} sent {_signature(first)}")
+            raise WireMismatch(
+                f"the collectives of two ranks differ: rank {rank} sent {_signature(other)}, "
+                f"rank {group[0]} sent {_signature(first)}"
+            )
     columns = [[messages[r].parts[i] for r in group] for i in range(len(first.parts))]
     if first.combine is Collective.SHUFFLE:
         return {r: tuple(torch.stack([part[me] for part in c]) for c in columns) for me, r in enumerate(group)}
@@ -194,7 +197,10 @@ def run_lockstep(channels: Sequence[Channel], methods: Sequence[Rounds]) -> list
         _advance(rank, method, None, wanted, outcomes)
     while wanted:
         if len(wanted) != len(methods):
-            raise WireMismatch(f"ranks {sorted(outcomes)} are done while ranks {sorted(wanted)} still send")
+            raise WireMismatch(
+                f"ranks {sorted(outcomes)} have ended the exchange while ranks {sorted(wanted)} have more messages "
+                "to send"
+            )
         pending = {rank: channels[rank].start(message) for rank, message in wanted.items()}
         replies = {rank: p.wait() for rank, p in pending.items()}
         wanted = {}

@@ -52,7 +52,9 @@ def _check(schema: Any, column: str, file: Path) -> None:
         raise BadInput(f"{file} has no column {column!r}: {nearest(column, schema.names)}", key=KEY)
     kind = str(schema.field(column).type)
     if kind not in ("string", "large_string", "string_view"):
-        raise bad_input(wanted=f"text in column {column!r} of {file}", got=kind, do="name a column of strings", key=KEY)
+        raise bad_input(
+            wanted=f"strings in column {column!r} of {file}", got=kind, do="name a column of strings", key=KEY
+        )
 
 
 def _pyarrow(module: str) -> Any:

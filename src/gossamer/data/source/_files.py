@@ -76,7 +76,7 @@ def _explain_nothing(pattern: str) -> None:
             do=f"write a pattern such as {pattern.rstrip('/')}/**/*",
             key=KEY,
         )
-    do = f"write the path as seen from {Path.cwd()}, or a whole one"
+    do = f"write the path relative to {Path.cwd()}, or an absolute path"
     links = sorted(found for found in glob.glob(pattern, recursive=True) if os.path.islink(found))
     if links:  # glob finds them, and there is nothing behind them
         raise BadInput(

@@ -54,7 +54,10 @@ class Hf(Source):
         root = Path(self.directory).expanduser()
         if not root.is_dir():
             raise bad_input(
-                wanted="the folder of a dataset", got=str(root), do="download it first, then give its path", key=KEY
+                wanted="the folder of a dataset",
+                got=f"{root}, which is no folder" if root.exists() else f"{root}, which does not exist",
+                do="download the dataset, then give the path of its folder",
+                key=KEY,
             )
         if (root / "dataset_dict.json").exists():
             splits = _json(root / "dataset_dict.json")["splits"]

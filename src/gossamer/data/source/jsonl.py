@@ -55,7 +55,12 @@ def _text(line: bytes, field: str, *, where: str) -> str:
             key=KEY,
         )
     if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise bad_input(wanted=f"text at {where}", got="half of a surrogate pair", do="repair the line", key=KEY)
+        raise bad_input(
+            wanted=f"valid Unicode text at {where}",
+            got="an unpaired surrogate (half of a surrogate pair, U+D800 to U+DFFF)",
+            do="repair or remove the line",
+            key=KEY,
+        )
     return text
 
 
@@ -64,7 +69,10 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise bad_input(
-            wanted="UTF-8", got=f"byte {error.start} of the line at {where}", do="convert the file", key=KEY
+            wanted="UTF-8 text",
+            got=f"an invalid byte at offset {error.start} of the line at {where}",
+            do="convert the file (iconv -f ENCODING -t utf-8)",
+            key=KEY,
         ) from None
     except json.JSONDecodeError as error:
         raise bad_input(

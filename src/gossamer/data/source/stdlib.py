@@ -63,4 +63,5 @@ def _read(file: Path) -> str:
     except OSError as error:
         raise unreadable(file, error) from None
     except (SyntaxError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read {file}: {error}", key=KEY) from None
+        do = "repair the Python installation, or give text of your own: data.source=text:GLOB"
+        raise BadInput(f"cannot read {file}: {error}: {do}", key=KEY) from None

@@ -45,13 +45,23 @@ def load(text: str, *, separator: str, key: str) -> Fast:
     try:
         inner = kit.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception
-        raise bad_input(wanted="a tokenizer.json", got=str(error), do="give an intact one", key=key) from None
+        raise bad_input(
+            wanted="a tokenizer.json that the package tokenizers can read",
+            got=f"the error {str(error)!r}",
+            do="replace the file by an intact one",
+            key=key,
+        ) from None
     inner.encode_special_tokens = True  # a document that spells <|endoftext|> must not end there
     inner.no_truncation()
     inner.no_padding()
     ids = inner.get_vocab(with_added_tokens=True)
     if separator not in ids:
-        raise bad_input(wanted=f"the token {separator!r}", got=f"{len(ids)} others", do="name one it has", key=key)
+        raise bad_input(
+            wanted=f"the end-of-document token {separator!r} in the tokenizer's vocabulary",
+            got=f"{len(ids)} other tokens",
+            do="name a token of that vocabulary as eos_token in tokenizer_config.json",
+            key=key,
+        )
     content = hashlib.sha256(f"{text}\0{separator}".encode()).hexdigest()
     return Fast(vocabulary=max(ids.values()) + 1, separator=ids[separator], fingerprint=content, inner=inner)
 

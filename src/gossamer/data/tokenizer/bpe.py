@@ -60,7 +60,7 @@ def _kept(file: Path) -> Tokenizer | None:
     try:
         return load(file.read_text("utf-8"), separator=SEPARATOR, key=_KEY)
     except BadInput as error:
-        do = f"delete {file}, and it is trained again"
+        do = f"delete {file}; the next start trains the tokenizer again"
         raise BadInput(f"the cached tokenizer is damaged ({error.message}): {do}", key=_KEY) from None
 
 

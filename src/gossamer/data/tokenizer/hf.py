@@ -99,14 +99,16 @@ def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"cannot read {file}: {error}", key=_KEY) from None
+        raise BadInput(f"cannot read {file}: {error}: repair it, or name another tokenizer", key=_KEY) from None
 
 
 def _object(text: str, file: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise BadInput(f"{file} is no JSON: {error}", key=_KEY) from None
+        raise BadInput(f"{file} is not JSON ({error}): replace it by an intact file", key=_KEY) from None
     if not isinstance(value, dict):
-        raise BadInput(f"{file} holds {type(value).__name__}, not an object", key=_KEY)
+        raise bad_input(
+            wanted=f"a JSON object in {file}", got=type(value).__name__, do="replace it by an intact file", key=_KEY
+        )
     return value

@@ -135,8 +135,9 @@ def check_across(
 ) -> None:
     """Raise BadInput where there are no islands, or where `between` cannot serve an owner's range."""
     if not {"island", "between"} <= set(levels.groups):
-        do = "say which ranks share a fast link, or name the exchange for `inter` alone"
-        raise bad_input(wanted="islands of ranks", got=f"the levels {', '.join(levels.groups)}", do=do)
+        do = "list the ranks of each island in machines.islands, or use the exchange of `inter` by itself"
+        got = f"only the process groups {', '.join(levels.groups)}"
+        raise bad_input(wanted="islands of ranks, for an exchange between islands", got=got, do=do)
     for _, owned in IslandShare.of(layout, levels, levels.groups["all"][0][0], divided).runs_between():
         between.check(owned, levels.only("between"))
 

@@ -34,7 +34,7 @@ def read_variable(held: contextvars.ContextVar[Any], record: StateRecord) -> Ite
             raise bad_input(
                 wanted=f"the context variable {held.name} to have a value before the forward, which sets it",
                 got="none",
-                do="give it a default, or set it in the constructor",
+                do="give the variable a default, or set it in the constructor of the model",
                 key="model",
             )
         held.set(was)

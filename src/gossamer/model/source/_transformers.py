@@ -55,7 +55,7 @@ def quietly(key: str, *, wanted: str) -> Iterator[ModuleType]:
         said = " ".join(str(error).split()) or "no message"
         said = said if len(said) <= 500 else f"{said[:500].rpartition(' ')[0]} ..."
         raise bad_input(
-            wanted=wanted, got=f"{type(error).__name__}: {said}", do="correct what it names", key=key
+            wanted=wanted, got=f"{type(error).__name__}: {said}", do="remove the cause of this error", key=key
         ) from error
     finally:
         constants.HF_HUB_OFFLINE = offline
@@ -83,7 +83,10 @@ def causal_types() -> tuple[str, ...]:
 def check_keys(config_class: type, given: Mapping[str, Any]) -> None:
     """Raise BadInput for a key that a config class does not know: it would be kept and never read."""
     if dtype := {"dtype", "torch_dtype"} & given.keys():
-        raise BadInput("the type of the parameters is written as model.dtype", key=f"model.config.{dtype.pop()}")
+        raise BadInput(
+            "the dtype of the parameters has a key of its own: set model.dtype instead",
+            key=f"model.config.{dtype.pop()}",
+        )
     base = importlib.import_module("transformers").PretrainedConfig
     known = {*inspect.signature(config_class).parameters, *inspect.signature(base).parameters, "attn_implementation"}
     known = (known | set(getattr(config_class, "attribute_map", {}))) - {"kwargs", "dtype"}
@@ -98,7 +101,7 @@ def check_sizes(config: Any, *, key: str) -> None:
     for name in _SIZES:
         size = getattr(config, name, 1)
         if isinstance(size, int) and size < 1:
-            raise bad_input(wanted=f"{name} of at least 1", got=str(size), do="correct it", key=key)
+            raise bad_input(wanted=f"{name} of at least 1", got=str(size), do=f"set {name} to 1 or more", key=key)
 
 
 def drop_foreign_ids(config: Any, written: Mapping[str, Any]) -> None:

@@ -74,7 +74,7 @@ class Gguf(ModelSource):
         return None
 
     def bare(self, seed: int) -> nn.Module:
-        with seeded(seed), kit.quietly(_KEY, wanted=f"a model as in {self.of}") as library:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"to build the model of {self.of}") as library:
             return kit.fresh(library, self._config, self.dtype)
 
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
@@ -91,7 +91,7 @@ class Gguf(ModelSource):
         if missing:
             raise bad_input(
                 wanted=f"{len(wanted)} tensors of a {self._config.model_type} in {self.of}",
-                got=f"none for {', '.join(sorted(missing)[:3])} ({len(missing)} in all)",
+                got=f"no weights for {', '.join(sorted(missing)[:3])} ({len(missing)} in all)",
                 do="give a complete file of a model that transformers knows, or its safetensors by model.hf",
                 key=_KEY,
             )

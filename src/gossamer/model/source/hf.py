@@ -72,7 +72,7 @@ class Hf(ModelSource):
 
     def build(self, seed: int) -> nn.Module:
         config = self._config
-        with seeded(seed), kit.quietly(_KEY, wanted=f"a model {self.describe()}") as transformers:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"to build {self.describe()}") as transformers:
             if not self.has_weights:
                 return kit.fresh(transformers, config, self.dtype)
             module, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -86,7 +86,7 @@ class Hf(ModelSource):
         if missing := sorted(found["missing_keys"]):
             raise bad_input(
                 wanted=f"all weights of {self._config.model_type} in {self._directory}",
-                got=f"none for {', '.join(missing[:3])} ({len(missing)} in all)",
+                got=f"no weights for {', '.join(missing[:3])} ({len(missing)} in all)",
                 do="give a complete directory, or remove its weights to start from random ones",
                 key=_KEY,
             )
@@ -98,7 +98,7 @@ class Hf(ModelSource):
         return None
 
     def bare(self, seed: int) -> nn.Module:
-        with seeded(seed), kit.quietly(_KEY, wanted=f"a model {self.describe()}") as transformers:
+        with seeded(seed), kit.quietly(_KEY, wanted=f"to build {self.describe()}") as transformers:
             return kit.fresh(transformers, self._config, self.dtype)
 
     def load(self, module: nn.Module, names: frozenset[str]) -> None:
@@ -181,7 +181,11 @@ def _of_type(transformers: Any, kind: str, keys: Mapping[str, Any]) -> Any:
 
 def _check_causal(kind: str) -> None:
     if kind not in kit.causal_types():
-        raise BadInput(f"{kind} has no causal language model in transformers: give a factory that builds it", key=_KEY)
+        raise BadInput(
+            f"{kind} has no causal language model in transformers: give a function that builds the model "
+            "(model.factory)",
+            key=_KEY,
+        )
 
 
 def _checked(directory: Path) -> Path:
@@ -189,17 +193,19 @@ def _checked(directory: Path) -> Path:
     try:
         keys = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise bad_input(wanted=f"a readable {file}", got=str(error), do="give a model's directory", key=_KEY) from None
+        raise bad_input(
+            wanted=f"a readable {file}", got=str(error), do="give the directory of a transformers model", key=_KEY
+        ) from None
     if not isinstance(keys, dict) or "model_type" not in keys:
         raise bad_input(
-            wanted=f"model_type in {file}", got="none", do="give the directory of a transformers model", key=_KEY
+            wanted=f"model_type in {file}", got="no such key", do="give the directory of a transformers model", key=_KEY
         )
     pickles = sorted(name.name for pattern in _PICKLES for name in directory.glob(pattern))
     if pickles and not any(directory.glob("*.safetensors")):
         raise bad_input(
             wanted=f"weights as safetensors in {directory}",
-            got=f"{pickles[0]}, a pickle, which can run anything when it is opened",
-            do="load it where you trust it and save it again by model.save_pretrained(DIR)",
+            got=f"{pickles[0]}, a pickle, which can run any code when it is loaded",
+            do="if you trust it, load it with transformers, save it with model.save_pretrained(DIR), and give that DIR",
             key=_KEY,
         )
     return directory
@@ -208,7 +214,12 @@ def _checked(directory: Path) -> Path:
 def _cached(name: str) -> Path:
     """Return the directory of a model that the user has downloaded to the local cache before."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise bad_input(wanted="a model's directory", got=f"{name}, which is not there", do="give its path", key=_KEY)
+        raise bad_input(
+            wanted="an existing directory with config.json",
+            got=f"{name}, which does not exist",
+            do="correct the path",
+            key=_KEY,
+        )
     try:
         found = importlib.import_module("huggingface_hub").try_to_load_from_cache(name, "config.json")
     except ValueError:  # no valid repository name
@@ -216,8 +227,8 @@ def _cached(name: str) -> Path:
     if not isinstance(found, str):
         raise bad_input(
             wanted="a local directory, a model type, or a model in the local cache",
-            got=f"{name!r}, which is not here",
-            do=f"nothing is downloaded unless you do it: hf download {name} --local-dir DIR, then model.hf: DIR",
+            got=f"{name!r}, which is none of these",
+            do=f"run hf download {name} --local-dir DIR, and set model.hf: DIR (nothing is downloaded by gossamer)",
             key=_KEY,
         )
     return _checked(Path(found).parent)

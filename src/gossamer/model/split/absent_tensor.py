@@ -235,7 +235,9 @@ class StageAbsence:
             if "meta" in str(error).lower() or (self.is_over and not self.unit):
                 return self.look(name, origin, error)
             said = str(error).partition("\n")[0]
-            self.refuse(origin, f"{name} does not take it, of the shape it had when the model was cut ({said})", error)
+            self.refuse(
+                origin, f"{name} does not accept its shape, which is that of the traced forward ({said})", error
+            )
 
     def look(self, name: str, origin: str, why: BaseException | None = None) -> Any:
         """Handle a read of tensor values by Python, or of a shape that depends on them. `name`: the operator or method.
@@ -247,16 +249,16 @@ class StageAbsence:
             return self.told(name)
         if self.is_on and self.is_over and not self.unit:
             raise Over
-        self.refuse(origin, f"the model's code reads a number of it ({name})", why)
+        self.refuse(origin, f"the model's code reads a value of it ({name})", why)
 
     def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
         """Raise BadInput, now and once more when the forward ends (user code may catch the first)."""
         at = user_line()
         error = bad_input(
             wanted=f"stage {self.stage} to read the same tensors as in the traced forward",
-            got=f"{origin}, which it does not have: {how}{f', at {at}' if at else ''}",
-            do="let every batch read the same (whatever was counted, drawn or kept before), compute it within a unit, "
-            "or cut so that one stage has both",
+            got=f"{origin}, which this stage does not have: {how}{f', at {at}' if at else ''}",
+            do="read the same tensors in every forward (whatever earlier ones counted, drew or stored), read this one "
+            "within a unit, or set plan.cuts so that one stage has the tensor and its reader",
             key="plan.mesh.pipe",
         )
         self.refused = self.refused or error

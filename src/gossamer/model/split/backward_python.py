@@ -130,19 +130,20 @@ class BackwardPython:
         for x, version in versions.values():
             if x._version != version:
                 raise bad_input(
-                    wanted=f"{left.name_of(x)} as a forward has left it until its backward on stage {self.stage}, "
-                    "where code of the model's own runs (a hook, a Function, what is recomputed)",
-                    got="it was written in place by a later forward",
-                    do="assign a new tensor in place of it, or use a schedule with one micro-batch at a time",
+                    wanted=f"{left.name_of(x)} unchanged from a forward to its backward on stage {self.stage}, in "
+                    "which a hook, an autograd.Function or recomputed code may read it",
+                    got="an in-place write by a later forward",
+                    do="assign a new tensor instead of writing in place, or use a schedule that runs the backward of a "
+                    "micro-batch before the next forward",
                     key="plan.pipeline_schedule",
                 )
 
     def _refused(self, name: str) -> BadInput:
         return bad_input(
-            wanted="a backward that changes nothing but what its own code in one unit uses",
-            got=f"a hook, a Function's backward or a recomputed forward that changes {name or 'a variable'}, "
-            f"on stage {self.stage} (with {', '.join(sorted(self.owned))}): in stages other forwards come before it",
-            do="let the forward do that, or train it without stages",
+            wanted="a backward that changes no state, except state that its own unit alone uses",
+            got=f"a hook, an autograd.Function or a recomputed forward that changes {name or 'a variable'}, "
+            f"on stage {self.stage} (with {', '.join(sorted(self.owned))}), after forwards of other micro-batches",
+            do="change it in the forward, or set plan.mesh.pipe: 1",
             key="plan.mesh.pipe",
         )
 
@@ -189,7 +190,8 @@ def check_left(flow: DataFlow, part: StageSpec) -> None:
         if any(part.owns(i) for i in at) and not all(part.owns(i) for i in at):
             raise bad_input(
                 wanted=f"{name}, which code in a backward may read, to be set by units of one stage",
-                got=f"it set by {', '.join(flow.calls[i].name for i in sorted(at))}",
-                do="keep it in the context of the Function, or cut so that one stage has them all",
+                got=f"writes by {', '.join(flow.calls[i].name for i in sorted(at))}",
+                do="keep it in the ctx of the autograd.Function, or set plan.cuts so that one stage has all these "
+                "units",
                 key="plan.mesh.pipe",
             )

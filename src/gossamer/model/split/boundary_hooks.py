@@ -45,7 +45,7 @@ class BoundaryHooks:
             output = self._call(*args, **kwargs)
             given, self._hooks, self._given = self._given, None, None
         if given is not None and any(a is not b for a, b in zip(leaves_of(given), leaves_of(output), strict=False)):
-            raise self._refused("forward hooks that give another output")
+            raise self._refused("forward hooks that replace the output")
         return output
 
     def forward(self, real: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -75,9 +75,9 @@ class BoundaryHooks:
 
     def _refused(self, got: str) -> BadInput:
         return bad_input(
-            wanted=f"full backward hooks alone on {self.name}, or none",
+            wanted=f"only full backward hooks (register_full_backward_hook) on {self.name}",
             got=f"backward hooks and {got}",
-            do="set them on a module within it",
+            do=f"set these hooks on a module within {self.name}",
             key=_KEY,
         )
 
@@ -92,6 +92,6 @@ def check_around(module: nn.Module, called: Mapping[str, set[int]]) -> None:
             raise bad_input(
                 wanted=f"{path}, which has backward hooks, in one stage",
                 got=f"its units in stages {', '.join(map(str, sorted(set().union(*stages))))}",
-                do="set them on its units, or cut so that one stage has them all",
+                do="set the hooks on its units, or set plan.cuts so that one stage has all of its units",
                 key=_KEY,
             )

@@ -34,7 +34,7 @@ def keepers_of(flow: DataFlow, bounds: Sequence[int], receives: Sequence[Sequenc
             raise bad_input(
                 wanted=f"the buffer {name} to be changed in one stage",
                 got=f"changes {_listed(flow, bounds, use.changes)}",
-                do="cut so that one stage has them all",
+                do="set plan.cuts so that one stage has all these changes",
                 key=_KEY,
             )
     return found
@@ -52,9 +52,9 @@ def check_readers(flow: DataFlow, bounds: Sequence[int], keepers: Keepers) -> No
         for position, stage in sorted(read.items()):
             if stage not in stages:
                 raise bad_input(
-                    wanted=f"the buffer {name} to be read where it is changed (stage {min(stages)})",
-                    got=f"it read by {_named(flow, position)}, in stage {stage}",
-                    do="cut so that one stage has both",
+                    wanted=f"the buffer {name} to be read in the stage that changes it (stage {min(stages)})",
+                    got=f"a read by {_named(flow, position)}, in stage {stage}",
+                    do="set plan.cuts so that one stage has both the change and the read",
                     key=_KEY,
                 )
 

@@ -33,12 +33,12 @@ class PlaceholderRegion:
         Raises BadInput if one of its tensors was written in place, or the unit ran as a shadow.
         """
         if self.is_shadow or self.versions != _versions(self.output):
-            what = "something in Python that others may read" if self.is_shadow else "a tensor that is changed in place"
+            what = "Python state that other code may read" if self.is_shadow else "a tensor that is written in place"
             raise bad_input(
-                wanted=f"{unit}, which the model's code calls in a checkpointed region, to give tensors alone that "
-                "nobody changes, for stages behind it run the region again",
+                wanted=f"{unit}, which the model's code calls in a checkpointed region, to produce only tensors that "
+                "are never written in place, as later stages recompute the region",
                 got=what,
-                do="checkpoint within the unit, or cut so that one stage has all of the region",
+                do="checkpoint within the unit, or set plan.cuts so that one stage has all of the region",
                 key="plan.mesh.pipe",
             )
         return self.output

@@ -71,9 +71,9 @@ def check_held(module: nn.Module, names: frozenset[str]) -> None:
         is_parameter = isinstance(tensor, nn.Parameter)
         if isinstance(tensor, FakeTensor) or (is_parameter and name in names and not has_memory(tensor)):
             raise bad_input(
-                wanted=f"a constructor that gives {name} numbers of its own",
+                wanted=f"a constructor that gives {name} memory for every element",
                 got=f"{_kind(tensor)} of shape {tuple(tensor.shape)}",
-                do="give it memory when the model is built (contiguous(), clone())",
+                do=f"give {name} memory in the constructor (contiguous(), clone())",
                 key="model",
             )
 
@@ -92,7 +92,7 @@ def check_twice(before: dict[str, int], again: dict[str, int]) -> None:
         if before[name] != again[name]:
             raise bad_input(
                 wanted="a constructor that gives the same numbers every time it runs",
-                got=f"others for {name}" if name else "one that does something else every time",
+                got=f"different numbers for {name}" if name else "other operators in another run",
                 do="draw from the generators of torch, random or numpy.random, which train.seed seeds, and from none "
                 "that the clock or the system seeds",
                 key="model",
@@ -143,9 +143,9 @@ class Readers(TorchFunctionMode):
         """Raise BadInput if a derived tensor was read: its stage may not hold the parameters it was computed from."""
         for name in sorted(self.found):
             raise bad_input(
-                wanted="a forward that computes what it needs of its parameters when it runs",
-                got=f"{name}, which was computed from a parameter, or put into its memory, when the model was built",
-                do="compute it in forward, or train without stages",
+                wanted="a forward that reads no tensor which the constructor computed from parameters",
+                got=f"{name}, which the constructor computed from a parameter, or put into the memory of one",
+                do=f"compute {name} in forward, or set plan.mesh.pipe: 1",
                 key="plan.mesh.pipe",
             )
 
@@ -190,7 +190,7 @@ def _computed(module: nn.Module) -> Iterator[TensorPlace]:
 
 def _kind(tensor: Tensor) -> str:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
-        return "a tensor without numbers"
+        return "a tensor without memory"
     return "one number, repeated (an expanded tensor)"
 
 

@@ -185,7 +185,7 @@ class ConstructorTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self.looked(args[0])
         if any(isinstance(x, torch.Generator) and x is not torch.default_generator for x in leaves):
-            self._stop("it draws from a generator of its own", matters_to_loaded=False)
+            self._stop("the constructor draws from a generator of its own", matters_to_loaded=False)
         for x in tensors:
             memory, number = self._replaced.get(self._memory.key(x), (None, 0))
             if memory is not None and not memory.expired():  # type: ignore[no-untyped-call]

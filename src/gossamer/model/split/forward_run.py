@@ -40,7 +40,7 @@ class ForwardRun:
         """Return the error for `came`, a unit or the end of the forward, in place of the next call."""
         wanted = self.flow.calls[self.at].name if self.at < self.flow.end else "the end of the forward"
         return bad_input(
-            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as in the trace",
+            wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as in the traced forward",
             got=came,
             do="a split model calls the same units in the same order in every forward: move the decision into a unit, "
             "or set plan.mesh.pipe: 1",
@@ -51,7 +51,7 @@ class ForwardRun:
         """Return a description of the tensor at `place` of the running call."""
         call = self.flow.calls[self.at]
         if len(call.leaves) == 1 or place >= len(call.leaves):
-            return f"what {call.name} gives" if place < len(call.leaves) else f"what {call.name} keeps or hands on"
+            return f"the output of {call.name}" if place < len(call.leaves) else f"a tensor that {call.name} stores"
         return f"output {place} of {call.name}"
 
     def differing(self, call: UnitCall, place: int, came: Any, wanted: str) -> BadInput:
@@ -59,13 +59,16 @@ class ForwardRun:
         which = f" as its output {place}" if place >= 0 and len(call.leaves) > 1 else ""
         got = f"a tensor {tuple(came.shape)}" if isinstance(came, Tensor) else came if place < 0 else repr(came)
         return bad_input(
-            wanted=f"{call.name} to give {wanted}{which} on stage {self.part.stage}, as when the model was cut",
+            wanted=f"{call.name} to produce {wanted}{which} on stage {self.part.stage}, as in the traced forward",
             got=str(got),
-            do="let it give the same kind of thing every time, or cut so that one stage has it and what reads that",
+            do=f"produce the same kind of value every time, or set plan.cuts so that one stage has {call.name} and "
+            "its readers",
             key=_KEY,
         )
 
     def check_structure(self, call: UnitCall, leaves: Sequence[Any]) -> None:
         """Raise BadInput unless the call gave as many leaves as in the trace."""
         if len(leaves) != len(call.leaves):
-            raise self.differing(call, -1, f"{len(leaves)} tensors and values", str(len(call.leaves)))
+            raise self.differing(
+                call, -1, f"{len(leaves)} tensors and values", f"{len(call.leaves)} tensors and values"
+            )

@@ -78,10 +78,11 @@ class LaterEffects:
             began = next((one for one in before.differences() if self._is_new(flow, number, one)), None)
         if began is not None:
             raise bad_input(
-                wanted=f"{flow.calls[number].name} to change the same in Python in every forward, on stage "
-                f"{self.stage}, as when the model was cut",
-                got=f"{began.name or 'a variable'}, which it had not changed",
-                do="let the model's own code change it, or cut so that one stage has the unit and what reads that",
+                wanted=f"{flow.calls[number].name} to change the same Python state in every forward, on stage "
+                f"{self.stage}, as in the traced forward",
+                got=f"a change of {began.name or 'a variable'}, which the traced forward did not change",
+                do="change it in the code between units, or set plan.cuts so that one stage has the unit and all code "
+                "that reads it",
                 key="plan.mesh.pipe",
             )
 

@@ -55,7 +55,7 @@ class MetaModel:
         wanted = frozenset(self.order[name] for name in holds if name in self.order)
         again = _run(build, ConstructorTrace(wanted, is_loaded=self.is_loaded))
         if (again.order, again.tape) != (self.order, self.tape):
-            raise NotSimple(ConstructorFinding("it does something else every time"))
+            raise NotSimple(ConstructorFinding("the constructor runs other operators every time"))
         return again.module
 
 
@@ -114,7 +114,7 @@ def _run(build: Build, constructor: ConstructorTrace) -> MetaModel:
             module = build()
     except Exception as error:
         cause = error.__cause__ or error
-        said = f"it fails without the numbers of parameters ({type(cause).__name__}: {cause})"
+        said = f"the constructor fails without the values of parameters ({type(cause).__name__}: {cause})"
         raise NotSimple(constructor.finding or ConstructorFinding(said.replace("{", "(").replace("}", ")"))) from error
     order, tape = constructor.order(module), constructor.tape
     constructor.check(module)

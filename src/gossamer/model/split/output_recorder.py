@@ -31,9 +31,9 @@ class OutputRecorder:
         run.check_structure(call, leaves)
         for place, (leaf, came) in enumerate(zip(call.leaves, leaves, strict=True)):
             if isinstance(leaf, RepeatedLeaf) and came is not leaves[leaf.same]:
-                raise run.differing(call, place, came, f"its output {leaf.same} once more")
+                raise run.differing(call, place, came, f"its output {leaf.same} again (the same tensor)")
             if isinstance(leaf, ArgumentLeaf) and came is not given[leaf.source]:
-                raise run.differing(call, place, came, "its argument, as it was")
+                raise run.differing(call, place, came, "its argument itself")
         if call.is_pure:
             self._check_kinds(run, call, leaves)
         self._record_leaves(run, call.leaves, range(len(call.leaves)), leaves)
@@ -57,14 +57,16 @@ class OutputRecorder:
             if not any(CallOutput(run.at, place) in run.part.sends for place in inside.places):
                 continue
             if container is None:
-                raise run.differing(call, -1, "nothing put there", f"a tensor in {inside.attribute}")
+                raise run.differing(call, -1, "no tensor there", f"a tensor in {inside.attribute}")
             self.record_inside(run, inside, container[key])
 
     def record_inside(self, run: ForwardRun, inside: SideOutput, output: Any) -> None:
         """Keep the tensors of a side output."""
         leaves = flatten(output)[0]
         if len(leaves) != len(inside.leaves):
-            raise run.differing(run.flow.calls[run.at], -1, f"{len(leaves)} values kept", str(len(inside.leaves)))
+            raise run.differing(
+                run.flow.calls[run.at], -1, f"{len(leaves)} stored values", f"{len(inside.leaves)} stored values"
+            )
         self._record_leaves(run, inside.leaves, inside.places, leaves)
 
     def _record_leaves(
@@ -92,21 +94,22 @@ class OutputRecorder:
     def _check_like(self, run: ForwardRun, made: Produced, tensor: Tensor) -> None:
         self._check_shape(run, made.shape, tensor)
         call = run.flow.calls[run.at]
+        names = ", ".join(vars(tensor))
         if type(tensor) not in (Tensor, nn.Parameter) or any(not name.startswith("_") for name in vars(tensor)):
-            what = f"a {type(tensor).__name__} with {', '.join(vars(tensor)) or 'more to it than numbers'}"
+            what = f"a {type(tensor).__name__} with {f'the attributes {names}' if names else 'more than its elements'}"
             raise run.differing(call, -1, what, "a plain tensor")
         if tensor.dtype != made.dtype:
             raise run.differing(call, -1, f"{tensor.dtype}", f"a tensor of {made.dtype}")
         if tensor.requires_grad and not made.needs_grad:
-            raise run.differing(call, -1, "one with a gradient to come", "a tensor without a gradient")
+            raise run.differing(call, -1, "a tensor that requires a gradient", "a tensor without a gradient")
 
     def _check_shape(self, run: ForwardRun, wanted: tuple[int, ...], tensor: Tensor) -> None:
         if tensor.shape != wanted:
             raise bad_input(
-                wanted=f"{run.flow.calls[run.at].name} to give {wanted} on stage {run.part.stage}, as when the "
-                "model was cut",
-                got=f"{tuple(tensor.shape)}: what crosses between stages may depend on the shapes of a batch, not on "
-                "its values",
-                do="pad it, or pick out what is needed within a unit",
+                wanted=f"{run.flow.calls[run.at].name} to produce a tensor of shape {wanted} on stage "
+                f"{run.part.stage}, as in the traced forward",
+                got=f"{tuple(tensor.shape)}: the shape of a tensor between stages may depend on the shapes of a "
+                "batch, not on its values",
+                do="pad it, or select the elements within the unit that needs them",
                 key=_KEY,
             )

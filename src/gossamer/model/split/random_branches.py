@@ -100,11 +100,11 @@ def check_way(module: nn.Module, flow: DataFlow, other: DataFlow) -> None:
     longer = max(ways, key=len)
     switches = ", ".join(sorted(set(_switches(module))))
     raise bad_input(
-        wanted="a forward that calls the same units every time, when it is cut into stages",
+        wanted="a forward that calls the same units every time, to be split into stages",
         got=f"one in which a random number decides whether {longer[first]} runs",
         do=f"set {switches} to 0 (in model.config, or in your module)"
         if switches
-        else "call it every time, and let the unit itself decide what it does",
+        else f"call {longer[first]} every time, and let it decide inside its forward what it does",
         key="plan.mesh.pipe",
     )
 

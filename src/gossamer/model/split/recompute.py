@@ -54,7 +54,7 @@ def copy_buffers(module: nn.Module, names: Collection[str], written: Collection[
                 if not isinstance(tensor, Tensor) or full not in (names if space is owner._buffers else written):
                     continue
                 if tensor.requires_grad:
-                    raise _written_to(f"{full} alone, which is trained")
+                    raise _written_to(f"the trained parameter {full}")
                 found.append((space, name, copies.setdefault(id(tensor), tensor.detach().clone())))
     return found
 
@@ -136,7 +136,7 @@ def once(module: nn.Module, python: Snapshot, buffers: BufferValues, copies: Cop
     for x, version in versions:
         if x._version != version and (copies is None or copies.of(x) is None or not _is_kept(module, x)):
             name = next((name for name, p in module.named_parameters() if p is x), python.name_of(x))
-            raise _written_to(f"{name} alone, or writes to it, as an attribute, from the beginning")
+            raise _written_to(name)
 
 
 def _is_kept(module: nn.Module, tensor: Tensor) -> bool:
@@ -147,9 +147,10 @@ def _is_kept(module: nn.Module, tensor: Tensor) -> bool:
 
 def _written_to(what: str) -> BadInput:
     return bad_input(
-        wanted=f"a forward that leaves {what}, for it is run again",
-        got="one that writes to it in place",
-        do="keep it in a buffer, or train without the recompute schedule",
+        wanted=f"a forward that does not write in place to {what}, as the recompute schedule runs the forward twice",
+        got="an in-place write",
+        do="keep the value in a buffer, or in an attribute of a module that the first forward writes to as well, or "
+        "choose a schedule without recompute",
         key="plan.pipeline_schedule",
     )
 

@@ -76,8 +76,8 @@ def refused_by_name() -> Iterator[None]:
 def written_meanwhile(what: str) -> BadInput:
     """Return the BadInput for a tensor (`what`) that a backward needs and a later forward wrote in place."""
     return bad_input(
-        wanted="what a backward needs to be as its forward left it, while other micro-batches go forward",
-        got=f"{what}, which a forward has written to in place",
-        do="keep it in a buffer or an attribute of a module, use a copy of it (clone()), or train without stages",
+        wanted="no in-place write to a tensor that a backward still needs, while other micro-batches run forward",
+        got=f"{what}, which a later forward has written in place",
+        do="keep it in a buffer or an attribute of a module, use a copy of it (clone()), or set plan.mesh.pipe: 1",
         key="plan.mesh.pipe",
     )

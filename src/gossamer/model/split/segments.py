@@ -35,7 +35,7 @@ def with_segments(module: nn.Module, run: Callable[[], Any]) -> tuple[str, ...]:
     driver.graphs[driver.kind(given)] = graph = driver.export(given)
     driver.borders = _borders(graph)
     if len(driver.borders) < 2:
-        raise _refused("one stretch of operators", "give it blocks: an nn.ModuleList of modules")
+        raise _refused("a graph with one segment only", "give the model blocks: an nn.ModuleList of modules")
     module.add_module(_NAME, nn.ModuleList(Segment() for _ in driver.borders))
     module.forward = functools.wraps(module.forward)(driver)  # type: ignore[method-assign, assignment]
     return tuple(f"{_NAME}.{i}" for i in range(len(driver.borders)))
@@ -104,7 +104,7 @@ class _Driver:
         except Exception as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise _refused(
-                f"a forward that torch.export cannot follow: {said}", "name its modules in plan.units"
+                f"a forward that torch.export cannot follow: {said}", "name the modules to split between in plan.units"
             ) from None
         finally:
             self.module.forward = override  # type: ignore[method-assign]
@@ -211,5 +211,5 @@ def _at(owner: Any, path: str) -> Any:
 
 def _refused(got: str, do: str) -> Exception:
     return bad_input(
-        wanted="a model of units that can be stages, or whose graph can be divided", got=got, do=do, key=_KEY
+        wanted="a model with repeated blocks, or with a graph that can be split into stages", got=got, do=do, key=_KEY
     )

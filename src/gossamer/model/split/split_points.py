@@ -92,7 +92,7 @@ def stage_specs(
         raise bad_input(
             wanted="gradients that are taken in the forward to be taken within a unit",
             got=f"one through {flow.slope}, taken between units",
-            do="name what takes it as one unit (plan.units), or train without stages",
+            do="name the module that takes the gradient as one unit (plan.units), or set plan.mesh.pipe: 1",
             key="plan.mesh.pipe",
         )
     edges = [_edges(flow, low) for low in bounds]
@@ -174,7 +174,10 @@ def _starts(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[int]:
         )
     if sorted(set(starts)) != starts:
         raise bad_input(
-            wanted="stages in the order of the forward", got=", ".join(cuts.first), do="sort them", key=_KEY
+            wanted="stages in the order of the forward",
+            got=", ".join(cuts.first),
+            do="sort plan.cuts in that order",
+            key=_KEY,
         )
     return starts
 
@@ -194,7 +197,10 @@ def _number(module: nn.Module, flow: DataFlow, name: str) -> int:
         )
     if name in flow.units:
         raise bad_input(
-            wanted="a unit that the forward calls", got=f"{name}, which it never does", do="cut elsewhere", key=_KEY
+            wanted="a unit that the forward calls",
+            got=f"{name}, which the forward never calls",
+            do=f"name another unit than {name} in plan.cuts",
+            key=_KEY,
         )
     raise BadInput(f"there is no unit {name!r}: {nearest(name, flow.names)}", key=_KEY)
 
@@ -204,7 +210,7 @@ def _check_count(flow: DataFlow, stages: int) -> None:
         return
     if len(flow.calls) <= 1:
         raise bad_input(
-            wanted=f"a model of units that can be {stages} stages",
+            wanted=f"a model that can be split into {stages} stages",
             got="one without repeated blocks, lists of modules or children that own parameters",
             do="name the modules to cut between (plan.units), or use fewer stages",
             key=_KEY,
@@ -212,7 +218,7 @@ def _check_count(flow: DataFlow, stages: int) -> None:
     raise bad_input(
         wanted=f"at least {stages} units for {stages} stages",
         got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}" + _never_called(flow),
-        do=f"name what to cut between, smaller modules that are called themselves (plan.units), or use "
+        do=f"name smaller modules that the forward calls (plan.units), to split the model between them, or use "
         f"{len(flow.calls)} stages at most",
         key=_KEY,
     )
@@ -232,16 +238,17 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
             raise bad_input(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
-                do=f"return its tensors, or keep what follows in its stage (no cut before {flow.calls[part.low].name})",
+                do=f"return its tensors, or have no split point before {flow.calls[part.low].name} (plan.cuts)",
                 key=_KEY,
             )
     for value in part.receives:
         if value.place == HIDDEN:
             readers = sorted(flow.readers[value])
             raise bad_input(
-                wanted=f"{flow.calls[value.call].name} to return, or keep as an attribute, all that others read of it",
-                got=f"a tensor made in it and read by {_reader(flow, readers[-1])}",
-                do=f"return it, or keep both in one stage (no cut between them; this one is before "
+                wanted=f"{flow.calls[value.call].name} to return, or keep as an attribute, every tensor that is read "
+                "elsewhere",
+                got=f"a tensor made in {flow.calls[value.call].name}, which {_reader(flow, readers[-1])} reads",
+                do=f"return that tensor, or set plan.cuts without a split point between the two (this one is before "
                 f"{flow.calls[part.low].name})",
                 key=_KEY,
             )
@@ -256,9 +263,9 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
         for places in call.overlaps:
             if sum(CallOutput(number, place) in part.receives for place in places) > 1:
                 raise bad_input(
-                    wanted=f"{call.name} to return tensors with memory of their own each, or nobody to change them",
-                    got=f"outputs {', '.join(map(str, places))} in one memory, one of which is changed in place",
-                    do="return a copy (.clone()), or keep what follows in its stage",
+                    wanted=f"{call.name} to return tensors that share no memory, or that are not written in place",
+                    got=f"outputs {', '.join(map(str, places))}, which share memory, and a write to one of them",
+                    do=f"return a copy (.clone()), or set plan.cuts so that one stage has {call.name} and all readers",
                     key=_KEY,
                 )
     for value, positions in flow.branches.items():
@@ -267,7 +274,7 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
             name = flow.calls[value.call].name
             raise bad_input(
                 wanted=f"no data-dependent branch on the output of {name} in code that every stage runs",
-                got=f"one (or an .item()) before {_reader(flow, late[0])}, and stage {part.stage} does not get it",
+                got=f"one (or an .item()) before {_reader(flow, late[0])}, and stage {part.stage} does not receive it",
                 do=f"move the branch into a unit, or put the last split point right behind {name} (plan.cuts)",
                 key=_KEY,
             )
@@ -290,10 +297,11 @@ def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[Late
     late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
         raise bad_input(
-            wanted=f"the update of {late.name}, which the next forward reads, before any number (.item(), bool()) of "
-            f"a tensor that stage {part.stage} does not have (its last unit is {flow.calls[part.high - 1].name})",
-            got=f"such a number read before {_reader(flow, math.ceil(end))}, where its forward has to end",
-            do="read the number after the update, use tensors instead of numbers, or split behind it (plan.cuts)",
+            wanted=f"the update of {late.name}, which the next forward reads, before any read (.item(), bool()) of a "
+            f"tensor that stage {part.stage} does not have (its last unit is {flow.calls[part.high - 1].name})",
+            got=f"such a read before {_reader(flow, math.ceil(end))}, where the forward of that stage has to end",
+            do="move the read behind the update, use tensors instead of Python numbers, or set plan.cuts so that the "
+            "stage has the tensor",
             key=_KEY,
         )
 

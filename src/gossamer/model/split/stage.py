@@ -76,8 +76,8 @@ class StageModule:
         """
         if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
             raise bad_input(
-                wanted=f"batches by which stage {self.part.stage} has the same units",
-                got="one of another kind, which takes another way through the model",
+                wanted=f"batches for which stage {self.part.stage} has the same units as for the first batch",
+                got="a batch of other keys or shapes, for which the model calls other units",
                 do="give all batches the same keys",
                 key=_KEY,
             )
@@ -179,10 +179,10 @@ class StageModule:
     def _no_gradient(self, current: ForwardRun) -> BadInput:
         last = self.flow.calls[max(current.at - 1, 0)].name
         return bad_input(
-            wanted=f"no gradient within the forward (torch.autograd.grad) through units of several stages, behind "
+            wanted=f"no gradient within the forward (torch.autograd.grad) through units of several stages, after "
             f"{last}",
-            got=f"one on stage {self.part.stage}, of what is on another stage",
-            do="take it within a unit, or cut so that one stage has all that it goes through",
+            got=f"one on stage {self.part.stage}, with respect to a tensor of another stage",
+            do="take the gradient within a unit, or set plan.cuts so that one stage has all units that it goes through",
             key=_KEY,
         )
 
@@ -193,9 +193,9 @@ class StageModule:
                 continue
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise bad_input(
-                    wanted=f"{name}, which several stages hold, without hooks: each has a part of its gradient",
-                    got="a hook on it",
-                    do="change the gradient of what is computed from it, or cut so that one stage holds it",
+                    wanted=f"no hook on {name}, which several stages hold: each has only a part of its gradient",
+                    got="a hook",
+                    do="set the hook on a tensor computed from it, or set plan.cuts so that one stage holds it",
                     key=_KEY,
                 )
 
@@ -204,9 +204,10 @@ class StageModule:
         later = (tensor._backward_hooks or {}).keys() - current.hooks.get(value, frozenset())
         if later and any(self.part.owns(reader) for reader in self.flow.readers.get(value, ())):
             raise bad_input(
-                wanted=f"the readers of {self.flow.calls[value.call].name} in one stage, for a hook is set on it",
-                got=f"some of them in stage {self.part.stage}, and others behind it",
-                do="set the hook within the unit, or cut so that one stage has all readers",
+                wanted=f"all readers of the output of {self.flow.calls[value.call].name} in one stage, as a hook is "
+                "set on it",
+                got=f"some readers in stage {self.part.stage}, and others in later stages",
+                do="set the hook within the unit, or set plan.cuts so that one stage has all readers",
                 key=_KEY,
             )
         for hook in later:  # the stage that reads the tensor has set the same hook, and runs it
@@ -216,8 +217,8 @@ class StageModule:
     def _refuse_stale(self, name: str) -> NoReturn:
         error = bad_input(
             wanted=f"code that runs on stage {self.part.stage} to read only attributes that are current there",
-            got=f"{name}, which a unit of another stage may have changed (from {user_line()})",
-            do="read it in every forward, or let one stage have the change and the read (plan.cuts)",
+            got=f"{name}, which a unit of another stage may have changed (read at {user_line()})",
+            do="read it in every forward, or set plan.cuts so that one stage has the change and the read",
             key=_KEY,
         )
         if self._absence.is_on and self._absence.is_over and not self._absence.unit:

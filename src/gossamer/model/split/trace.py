@@ -81,7 +81,7 @@ def _without_graph() -> Iterator[None]:
     """Drop the tensors that operators save for their backward."""
 
     def absent(_: None) -> Tensor:
-        raise RunFailed("a gradient within a forward, whose graph was not kept")
+        raise RunFailed("a gradient is computed in a forward without a graph")
 
     with torch.autograd.graph.saved_tensors_hooks(lambda _: None, absent):
         yield

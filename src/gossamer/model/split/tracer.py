@@ -141,7 +141,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = self.key(tensor)
         if isinstance(tensor, FakeTensor):
             self.operators.refuse()
-            raise RunFailed("numbers that are not there")
+            raise RunFailed("the values of a fake tensor are read")
         self._look(self._read([tensor]), {key})
 
     def _look(self, values: frozenset[CallOutput], read: set[int]) -> None:
@@ -162,7 +162,8 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.refused = bad_input(
                     wanted=f"{name} to be called in the thread that runs the forward",
                     got="a call in a thread of the model's own",
-                    do="call it in the forward itself, or name what starts the thread as one unit (plan.units)",
+                    do="call it in the forward itself, or name the module that starts the thread as one unit "
+                    "(plan.units)",
                     key="plan.mesh.pipe",
                 )
                 raise self.refused
@@ -192,9 +193,10 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws.enter()
         if is_fitting:
             self.caught = self.caught or bad_input(
-                wanted=f"{name} to return, or what it raises to end the forward",
+                wanted=f"{name} to return, or its exception to end the forward",
                 got=f"{type(error).__name__}, which the model's code catches",
-                do="return what the exception tells, or name what calls it as one unit (plan.units)",
+                do=f"return a value in place of the exception, or name the module that calls {name} as one unit "
+                "(plan.units)",
                 key="plan.mesh.pipe",
             )
 
@@ -213,7 +215,7 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for unit, leaf in self.calls.without_grad:
             if leaf.requires_grad:  # now, and not when the unit returned it: its graph is made a second time
                 raise bad_input(
-                    wanted=f"{unit} to record its graph when it runs",
+                    wanted=f"{unit} to record its autograd graph when it runs",
                     got="a forward that runs it under reentrant checkpointing",
                     do="use checkpoint(..., use_reentrant=False)",
                     key="model",

@@ -33,6 +33,7 @@ from gossamer.spec.errors import WireMismatch, bad_input
 _TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
 _HEAD = 4  # bytes of the length field in front
+_REPORT = "internal error, please report"
 
 
 def takes_number(func: Any) -> bool:
@@ -142,9 +143,10 @@ class ValueReads:
         text = json.dumps(list(self.seen)).encode()
         if len(text) > TOLD_BYTES - _HEAD:
             raise bad_input(
-                wanted=f"{unit} to look at few numbers of tensors: what it gives or keeps in Python depends on them",
-                got=f"{len(text)} bytes of them, more than the {TOLD_BYTES - _HEAD} that go with a border",
-                do="return tensors, or keep what reads the rest in its stage",
+                wanted=f"{unit} to read at most {TOLD_BYTES - _HEAD} bytes of tensor values in Python (.item(), "
+                ".tolist()), as its Python outputs depend on them and later stages receive them",
+                got=f"{len(text)} bytes",
+                do=f"return tensors, or set plan.cuts so that one stage has {unit} and all code that reads its outputs",
                 key="plan.mesh.pipe",
             )
         framed = len(text).to_bytes(_HEAD, "big") + text
@@ -156,13 +158,18 @@ class ValueReads:
         given = bytes(message.cpu().numpy())
         length = int.from_bytes(given[:_HEAD], "big")
         if len(given) != TOLD_BYTES or length > TOLD_BYTES - _HEAD:
-            raise WireMismatch(f"{length} bytes of looks in a message of {len(given)}")
+            raise WireMismatch(
+                f"stage boundary: wanted at most {TOLD_BYTES - _HEAD} bytes of value reads in a message of "
+                f"{TOLD_BYTES}, got {length} bytes in a message of {len(given)}: {_REPORT}"
+            )
         try:
             seen = json.loads(given[_HEAD : _HEAD + length])
         except ValueError as error:
-            raise WireMismatch(f"looks that are no JSON: {error}") from None
+            raise WireMismatch(f"stage boundary: wanted value reads as JSON, got {error}: {_REPORT}") from None
         if not isinstance(seen, list) or not all(isinstance(one, list) and len(one) == 2 for one in seen):
-            raise WireMismatch("looks that are no list of kinds and values")
+            raise WireMismatch(
+                f"stage boundary: wanted value reads as a list of kinds and values, got other JSON: {_REPORT}"
+            )
         return ValueReads(deque(seen))
 
     def _note(self, kind: str, run: Callable[[], Any], like: Callable[[Any], Any]) -> Any:
@@ -173,7 +180,10 @@ class ValueReads:
     def _tell(self, kind: str, run: Callable[[], Any], like: Callable[[Any], Any]) -> Any:
         if not self.seen or self.seen[0][0] != kind:
             said = f"{self.seen[0][0]}" if self.seen else "nothing more"
-            raise WireMismatch(f"a shadow looks at a {kind}, where the unit itself looked at {said}")
+            raise WireMismatch(
+                "stage boundary: wanted a unit to read the same kinds of tensor values when a later stage runs it "
+                f"again ({said}), got a read of a {kind}: let its reads depend on nothing but its inputs"
+            )
         return like(self.seen.popleft()[1])
 
 
@@ -246,5 +256,6 @@ def _dtype(name: Any) -> torch.dtype:
 
 def _checked(told: Any, kinds: tuple[type, ...]) -> Any:
     if type(told) not in kinds:
-        raise WireMismatch(f"a look of type {type(told).__name__}")
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise WireMismatch(f"stage boundary: wanted a value read of type {names}, got {type(told).__name__}: {_REPORT}")
     return told

@@ -13,7 +13,7 @@ def demand_span(name: str, value: float) -> None:
         raise bad_input(
             wanted="a fraction below 1, or a whole number of steps",
             got=f"{value:g}",
-            do=f"write {round(value)} for that many steps",
+            do=f"write {round(value)} for {round(value)} steps, or a fraction below 1",
             key=name,
         )
 

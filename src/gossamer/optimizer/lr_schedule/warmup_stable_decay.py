@@ -36,7 +36,10 @@ class WarmupStableDecay(LRSchedule):
         below_one("min_lr_factor", self.min_lr_factor)
         if self.warmup < 1 and self.decay < 1 and self.warmup + self.decay > 1:
             raise bad_input(
-                wanted="warmup + decay of at most 1", got=f"{self.warmup + self.decay:g}", do="lower one", key="decay"
+                wanted="warmup + decay of at most 1 (the whole run)",
+                got=f"{self.warmup + self.decay:g}",
+                do="lower warmup or decay",
+                key="decay",
             )
 
     def factor(self, step: int, steps: int) -> float:
@@ -45,7 +48,7 @@ class WarmupStableDecay(LRSchedule):
             raise bad_input(
                 wanted=f"warmup and decay within the run of {steps} steps",
                 got=f"{warmup} + {decay} steps",
-                do="lower one of them or raise train.steps",
+                do="lower warmup or decay, or raise train.steps",
                 key="decay",
             )
         left = min(1.0, max(0.0, (step - (steps - decay) + 1) / (decay + 1)))

@@ -40,9 +40,10 @@ def check_codec(codec: Codec | None, key: str) -> None:
     """Raise BadInput for a codec whose message size both sides do not know in advance."""
     if codec is not None and not codec.traits.fixed_size:
         raise bad_input(
-            wanted="a codec of fixed size: the receiver makes room before the message comes",
+            wanted="a codec whose messages have a fixed size, as the receiver allocates memory before a message "
+            "arrives",
             got=type(codec).__name__,
-            do="take another codec, or none to send the numbers as they are",
+            do="choose another codec (gossamer methods exchange/codec), or none to send tensors uncompressed",
             key=key,
         )
 

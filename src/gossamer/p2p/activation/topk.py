@@ -46,7 +46,9 @@ class TopKCompression(ActivationCodec):
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
-            raise bad_input(wanted="0 < fraction <= 1", got=repr(self.fraction), do="give 0.1", key="fraction")
+            raise bad_input(
+                wanted="0 < fraction <= 1", got=repr(self.fraction), do="set it to 0.1, for example", key="fraction"
+            )
         check_codec(self.values, "values")
 
     @property

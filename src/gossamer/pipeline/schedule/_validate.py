@@ -22,7 +22,7 @@ def one_stage_per_rank(name: str, *, stages: int, ranks: int) -> None:
         raise bad_input(
             wanted=f"as many stages as ranks for the schedule {name}",
             got=f"{stages} stages on {ranks} ranks",
-            do=f"cut the model into {ranks} stages, or choose a schedule that places several on a rank",
+            do=f"split the model into {ranks} stages, or choose a schedule that places several stages on a rank",
             key="plan.pipeline_schedule",
         )
 
@@ -37,8 +37,8 @@ def within(
         needed = count * cost.live_bytes
         if needed > cap:
             raise bad_input(
-                wanted=f"room for {count} micro-batches of stage {stage} ({show_gib(needed)})",
-                got=f"{show_gib(cap)}, {show_gib(needed - cap)} too little",
+                wanted=f"memory for the activations of {count} micro-batches of stage {stage} ({show_gib(needed)})",
+                got=f"{show_gib(cap)} on rank {stage}, {show_gib(needed - cap)} too little",
                 do=do,
                 key="plan.pipeline_schedule",
             )

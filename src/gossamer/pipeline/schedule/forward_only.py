@@ -38,9 +38,9 @@ class ForwardOnly(PipelineSchedule):
         placement = self.placement or tuple(stage % ranks for stage in range(stages))
         if len(placement) != stages or set(placement) != set(range(ranks)):
             raise bad_input(
-                wanted=f"a placement of {stages} stages on ranks 0 to {ranks - 1}, each with a stage",
+                wanted=f"a placement of {stages} stages on ranks 0 to {ranks - 1}, with a stage on every rank",
                 got=f"{list(placement)}",
-                do="name one rank per stage",
+                do="give one rank per stage, and every rank at least once",
                 key="placement",
             )
         wave = sorted((stage + batch, stage, batch) for stage in range(stages) for batch in range(microbatches))

@@ -30,7 +30,7 @@ class GPipe(PipelineSchedule):
     ) -> Schedule:
         at_least_one(stages=stages, ranks=ranks, microbatches=microbatches)
         one_stage_per_rank("gpipe", stages=stages, ranks=ranks)
-        within([microbatches] * stages, costs, memory_cap, do="use one_f_one_b, which keeps fewer, or smaller ones")
+        within([microbatches] * stages, costs, memory_cap, do="use one_f_one_b, or smaller micro-batches")
         batches = range(microbatches)
         return Schedule(
             name="gpipe",

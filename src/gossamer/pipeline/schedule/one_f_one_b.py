@@ -31,7 +31,7 @@ class OneFOneB(PipelineSchedule):
         at_least_one(stages=stages, ranks=ranks, microbatches=microbatches)
         one_stage_per_rank("one_f_one_b", stages=stages, ranks=ranks)
         live = [min(microbatches, stages - stage) for stage in range(stages)]
-        within(live, costs, memory_cap, do="make the micro-batches smaller, or cut the model into more stages")
+        within(live, costs, memory_cap, do="use smaller micro-batches, or split the model into more stages")
         return Schedule(
             name="one_f_one_b",
             ranks=tuple(tuple(_row(stage, stages - 1 - stage, microbatches)) for stage in range(stages)),

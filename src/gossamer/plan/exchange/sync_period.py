@@ -89,7 +89,7 @@ def choose_period(
     if best is None:
         least = min((p.every for p in periods), default=0)
         enough = f": {_ROUNDS} rounds of {least} steps need {_ROUNDS * least}" if least else ""
-        return SyncDecision(None, f"every step: {steps} steps are too few to part{enough}")
+        return SyncDecision(None, f"every step: {steps} steps are too few for local updates{enough}")
     line, now = forecast_apart(best, facts), decision.forecast
     pays_from_s = line.step_s * (1 + best.dearer) / (1 - WORTH) / (1 + decision.dearer)
     at_once, apart = (_waiting(one.step_s, one.exposed_s) for one in (now, line))
@@ -97,14 +97,16 @@ def choose_period(
     if now.step_s < pays_from_s:
         return SyncDecision(
             None,
-            f"every step: {at_once}; islands that meet every {best.every} steps would take {apart} and "
-            f"{100 * best.dearer:.0f}% more steps{because}: they pay from {show_seconds(pays_from_s)} a step on",
+            f"every step: {at_once}; islands that synchronize every {best.every} steps would take {apart} "
+            f"and {100 * best.dearer:.0f}% more steps{because}: local updates are worth it from "
+            f"{show_seconds(pays_from_s)} a step on",
         )
     gain = f"{apart} instead of {at_once}, for {100 * best.dearer:.0f}% more steps{because}"
     if not lossy:
-        return SyncDecision(None, f"every step; plan.lossy: true would part the islands for {best.every} steps: {gain}")
-    turns = f"; they pay from {show_seconds(pays_from_s)} a step on"
-    said = f"islands meet every {best.every} steps: {gain}{turns}"
+        said = f"every step; plan.lossy: true would allow local updates of {best.every} steps: {gain}"
+        return SyncDecision(None, said)
+    turns = f"; local updates are worth it from {show_seconds(pays_from_s)} a step on"
+    said = f"islands synchronize every {best.every} steps: {gain}{turns}"
     return SyncDecision(written_of(best, line.delay, steps), said, line)
 
 

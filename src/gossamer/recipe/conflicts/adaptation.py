@@ -20,18 +20,20 @@ def policy_with_sync(recipe: Recipe) -> BadInput | None:
         return None
     by_paths = recipe.sync.loop is not None and recipe.policy.needs_paths
     if not by_paths:
-        gradients = "gradients that all ranks exchange at every step, which is what"
+        every_step = "plan.sync every_step, as"
         return bad_input(
-            wanted=f"bcrs, or {gradients} other policies adapt" if recipe.sync.loop else f"{gradients} a policy adapts",
+            wanted=f"policy bcrs, or {every_step} other policies adapt the exchange of gradients at every step"
+            if recipe.sync.loop
+            else f"{every_step} a policy adapts the exchange of gradients at every step",
             got=f"plan.sync {told(recipe.plan.sync)}",
-            do="set plan.adapt to none",
+            do="set plan.adapt to none, or plan.sync to every_step",
             key="plan.adapt",
         )
     if not recipe.sync.names_exchange:
         return bad_input(
             wanted="a plan.sync whose exchange between islands can be set, as diloco's can",
             got=f"plan.sync {told(recipe.plan.sync)}",
-            do="leave plan.adapt at none, or name another plan.sync",
+            do="set plan.adapt to none, or plan.sync to another method, such as diloco",
             key="plan.adapt",
         )
     return None
@@ -45,7 +47,7 @@ def policy_with_islands(recipe: Recipe) -> BadInput | None:
     return bad_input(
         wanted="islands of one rank each, for a policy with local updates",
         got=str([list(island) for island in islands]),
-        do="leave plan.adapt at none, and name plan.sync's exchange",
+        do="set plan.adapt to none, and write the exchange in plan.sync",
         key="plan.adapt",
     )
 

@@ -59,9 +59,9 @@ def lossy_with_layout(recipe: Recipe) -> BadInput | None:
         return None
     where = recipe.apart_by
     return bad_input(
-        wanted="synchronous training without stages, where `auto` chooses the exchange that plan.lossy is about",
+        wanted="synchronous training without stages, as plan.lossy lets `plan.exchange: auto` choose a lossy exchange",
         got=where,
-        do="leave plan.lossy out, and name a lossy exchange if you want one",
+        do="leave plan.lossy out, and write a lossy exchange in plan.exchange or plan.sync if you want one",
         key="plan.lossy",
     )
 

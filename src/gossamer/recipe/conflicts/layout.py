@@ -75,8 +75,8 @@ def islands_with_stages(recipe: Recipe) -> BadInput | None:
     if not recipe.in_stages or recipe.methods.chooses_exchange or not recipe.methods.exchange.asks_for_islands:
         return None
     return bad_input(
-        wanted="an exchange without islands for a model in stages: islands are not known within a stage",
-        got=f"an exchange with islands, for a model in {recipe.stages} stages",
-        do="name one method for all ranks, or leave plan.mesh.pipe at 1",
+        wanted="an exchange without intra-island and inter-island parts, as a pipeline stage has no islands",
+        got=f"an exchange with such parts, for a model in {recipe.stages} stages",
+        do="write one exchange for all ranks in plan.exchange, or set plan.mesh.pipe to 1",
         key="plan.exchange",
     )

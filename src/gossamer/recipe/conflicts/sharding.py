@@ -89,7 +89,7 @@ def sharding_with_microbatches(recipe: Recipe) -> BadInput | None:
         return None
     return bad_input(
         wanted="the same number of micro-batches on every replica, as all of them gather parameters together",
-        got=str(list(counts)),
-        do="plan again, or leave plan.sharding at zero2",
+        got=f"{list(counts)} micro-batches by replica",
+        do="make the plan again, or set plan.sharding to zero2",
         key="plan.sharding",
     )

@@ -86,8 +86,8 @@ def proof_with_sync(recipe: Recipe) -> BadInput | None:
         return None
     return bad_input(
         wanted="a sync method with gradients, which the proof compares with those of one process",
-        got=f"plan.sync {told(recipe.plan.sync)}, which has none",
-        do="leave train.prove at auto",
+        got=f"plan.sync {told(recipe.plan.sync)}, which computes no gradients",
+        do="set train.prove to auto",
         key="train.prove",
     )
 
@@ -99,7 +99,7 @@ def time_limit_with_sync(recipe: Recipe) -> BadInput | None:
     return bad_input(
         wanted="synchronous training with a time limit, as all ranks must stop after the same step",
         got=f"plan.sync {told(recipe.plan.sync)}",
-        do="set it to 0 and set train.steps, or set plan.sync to every_step",
+        do="set train.seconds to 0 and give train.steps, or set plan.sync to every_step",
         key="train.seconds",
     )
 

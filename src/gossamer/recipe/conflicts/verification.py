@@ -18,13 +18,13 @@ def verification_with_replicas(recipe: Recipe) -> BadInput | None:
             "replicas that hold the full model and are equal after every step, so that each can redo another's work"
         )
         other = "plan.mesh.pipe to 1" if recipe.in_stages else "plan.sync to every_step"
-        return bad_input(wanted=wanted, got=got, do=f"set it to 0, or {other}", key=key)
+        return bad_input(wanted=wanted, got=got, do=f"set train.verify.every to 0, or {other}", key=key)
     if recipe.sharding.is_sharded:
         wanted = "plan.sharding none: a rank that updates its rows wrongly would give the same wrong rows to all others"
         got = f"plan.sharding {told(recipe.plan.sharding)}"
-        return bad_input(wanted=wanted, got=got, do="set it to 0, or plan.sharding to none", key=key)
+        return bad_input(wanted=wanted, got=got, do="set train.verify.every to 0, or plan.sharding to none", key=key)
     replicas = recipe.plan.mesh.replica
     if replicas < 3:
-        do = "set it to 0, or machines.processes to 3 or more"
+        do = "set train.verify.every to 0, or machines.processes to 3 or more"
         return bad_input(wanted="3 or more replicas, so that two can outvote one", got=str(replicas), do=do, key=key)
     return None

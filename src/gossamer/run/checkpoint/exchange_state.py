@@ -46,6 +46,6 @@ class SavedExchanges(Stateful):
         there = former > 1 and all(versions == tuple(range(former)) for versions in held.values())
         if there and self.residuals == "redistribute":
             self.replica.restore({n: merged(source, f"exchange/{n}", former, ranks) for n in names})
-            return f"resumed on {ranks} ranks what {former} saved: exchange residuals were merged"
-        why = "residuals_on_resume reset" if there else "not every rank's is stored here, or the exchange is another"
+            return f"resumed on {ranks} ranks a checkpoint of {former} ranks: exchange residuals were merged"
+        why = "residuals_on_resume reset" if there else "not stored here for every rank, or of another exchange"
         return f"exchange residuals start anew ({why})" if names else ""

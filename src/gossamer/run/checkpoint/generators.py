@@ -30,7 +30,7 @@ class Generators(Stateful):
         if self.members.has_ranks_of(source) and self.members.rank not in source.versions(_TORCH):
             raise CheckpointMismatch(
                 f"{source.label} holds {_TORCH} of ranks {list(source.versions(_TORCH))}, wanted rank "
-                f"{self.members.rank}: resume each rank on the host where it was"
+                f"{self.members.rank}: resume each rank on the host where it ran before"
             )
 
     def restore(self, source: StateSource) -> str:

@@ -40,7 +40,9 @@ class SavedLossScale(Stateful):
     def check(self, source: StateSource) -> None:
         for name in (f"precision/{field}" for field in self.scaling.state()):
             if not source.versions(name) and not source.versions(f"island/{name}"):
-                raise CheckpointMismatch(f"{source.label} holds no loss scale: it is not a checkpoint of a run")
+                raise CheckpointMismatch(
+                    f"{source.label} holds no loss scale, so it is not a checkpoint of a run: check the directory"
+                )
 
     def restore(self, source: StateSource) -> str:
         rank = self.members.rank

@@ -47,12 +47,12 @@ class Membership:
         if not self.has_ranks_of(source) or self.rank not in source.versions(name):
             raise CheckpointMismatch(
                 f"{source.label} holds the sharded state of ranks {list(source.versions(name))} of "
-                f"{int(source.meta['ranks'])}, wanted rank {self.rank} of {self.ranks}: resume with as many ranks, "
-                "each on the host where it was"
+                f"{int(source.meta['ranks'])}, wanted rank {self.rank} of {self.ranks}: resume with "
+                f"{int(source.meta['ranks'])} ranks, each on the host where it ran before"
             )
         if not self.has_islands_of(source):
             raise CheckpointMismatch(
-                f"{source.label} holds the rows of each rank where islands apart were {source.meta['islands']}"
+                f"{source.label} holds the sharded state of the islands {source.meta['islands']} of local updates"
                 f", wanted {[list(island) for island in self.islands]}: resume with the same islands, and the "
                 "plan.sync that it was saved with"
             )

@@ -80,9 +80,9 @@ class OptimizerSlots(Stateful):
         if wanted == stored or any(name.startswith("model/") for name in missing):
             return ""
         return (
-            f"{source.label} was trained with another update rule: this one keeps {_slots_told(wanted)} of every "
-            f"parameter, that one {_slots_told(stored)}. Resume with the train.optimizer that it was saved with, or "
-            "export the model and begin a run from it"
+            f"{source.label} was trained with another optimizer: this run's keeps {_slots_told(wanted)} for every "
+            f"parameter, the saved one {_slots_told(stored)}. Resume with the train.optimizer of the checkpoint, or "
+            "export the model and start a run from the export"
         )
 
     def check(self, source: StateSource) -> None:
@@ -104,7 +104,7 @@ class OptimizerSlots(Stateful):
         elif (version := speaker(source, name, self.members.rank)) not in source.versions(name):
             raise CheckpointMismatch(
                 f"{source.label} holds {name} of ranks {list(source.versions(name))}, wanted rank {version}: resume "
-                "each rank on the host where it was"
+                "each rank on the host where it ran before"
             )
 
     @torch.no_grad()

@@ -74,7 +74,7 @@ class OuterLoopState(Stateful):
         former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
         if not was_apart(source):
             self.apart.part()
-            return "the islands part from what all ranks had trained together"
+            return "local updates start from the parameters of the synchronous steps before"
         names = sorted(n for n in source.names() if n.startswith("outer/") and REPLICATED in source.versions(n))
         shared = {n.removeprefix("outer/"): source.read_whole(n) for n in names}
         there = self._own_there(source)
@@ -83,7 +83,7 @@ class OuterLoopState(Stateful):
             return ""
         owed = self._residuals_there(there, former) if self.residuals == "redistribute" else []
         self.apart.restore(shared, {n: merged(source, f"island/{n}", former, ranks) for n in owed})
-        return f"resumed on {ranks} ranks what {former} saved: all islands start from what they had agreed on"
+        return f"resumed on {ranks} ranks a checkpoint of {former} ranks: all islands start from its global parameters"
 
     def _residuals_there(self, there: Mapping[str, tuple[int, ...]], former: int) -> list[str]:
         """Return the states of exchanges of which all ranks' are stored; of one kind all of them, or none."""

@@ -38,7 +38,8 @@ class SavedProgress(Stateful):
 
     def check(self, source: StateSource) -> None:
         if self.outer.goes_on(source) and self.members.rank not in source.versions(_UPDATES):
-            raise CheckpointMismatch(f"{source.label} holds no {_UPDATES} of rank {self.members.rank}: copy it there")
+            rank = self.members.rank
+            raise CheckpointMismatch(f"{source.label} holds no {_UPDATES} of rank {rank}: copy that rank's files to it")
 
     def restore(self, source: StateSource) -> str:
         self.progress.step, self.progress.updates = int(source.meta["step"]), int(source.meta["updates"])

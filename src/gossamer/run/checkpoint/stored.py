@@ -27,7 +27,7 @@ def holds_under(source: StateSource, prefix: str) -> bool:
 def other_sharding(source: StateSource) -> str:
     """Return the message about sharded state of each rank, where this run's sharding has no such state."""
     return (
-        f"{source.label} holds sharded states rank by rank, as no disk saw all of them: resume with the "
+        f"{source.label} holds a separate sharded state of every rank, as no disk held all of them: resume with the "
         "plan.sharding that it was saved with"
     )
 
@@ -40,8 +40,9 @@ def check_agreed(source: StateSource, name: str) -> None:
         raise CheckpointMismatch(f"{source.label} holds no {name}: resume with the settings that it was saved with")
     if ranks and not set(_speakers(source, name)) <= set(ranks):  # a mean over these would be another one on each disk
         raise CheckpointMismatch(
-            f"{source.label} holds {name} of ranks {ranks} of {source.meta['ranks']}, wanted all of them: "
-            "copy the hosts' checkpoints together, or resume with as many ranks, each on the host where it was"
+            f"{source.label} holds {name} of ranks {ranks} of {source.meta['ranks']}, wanted all ranks: "
+            f"copy the checkpoints of all hosts into one directory, or resume with {source.meta['ranks']} ranks, each "
+            "on the host where it ran before"
         )
 
 

@@ -89,12 +89,12 @@ def read_model(module: nn.Module, directory: Path) -> int:
     Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
     """
     if not list_checkpoints(directory):
-        raise BadInput(f"{directory} holds no checkpoint yet: let the run go on to its first one")
+        raise BadInput(f"{directory} holds no checkpoint yet: let the run continue until its first one")
     checkpoint, _ = latest_good(directory)
     if any(name.startswith("states/model/") for name in checkpoint.names()):
         raise CheckpointMismatch(
-            f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk saw all of them: resume the run "
-            "where it was, on a disk that all ranks see, or with plan.sharding zero2 from its start"
+            f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
+            "on the same hosts in a directory that all ranks share, or train with plan.sharding zero2 from the start"
         )
     for name, tensor in named_state(module):
         tensor.copy_(checkpoint.read(f"model/{name}"))

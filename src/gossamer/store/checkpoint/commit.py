@@ -155,7 +155,7 @@ def wait_until(
     end, pause_s = time.monotonic() + deadline_s, 0.002
     while not done():
         if abort():
-            raise RunFailed(f"the save was called off while waiting for {what()}")
+            raise RunFailed(f"the save was cancelled while waiting for {what()}")
         if time.monotonic() > end:
             raise RunFailed(f"waited {deadline_s:.0f} s for {what()}")
         time.sleep(pause_s)

@@ -57,8 +57,8 @@ def _check_tiling(held: list[tuple[int, Placed]]) -> None:
         where = placed.where
         if (where.shape, placed.dtype) != (first.where.shape, first.dtype):
             raise RunFailed(
-                f"{where.name}: rank {first_rank} says {first.dtype} {first.where.shape}, "
-                f"rank {rank} says {placed.dtype} {where.shape}"
+                f"{where.name}: rank {first_rank} saves it as {first.dtype} {first.where.shape}, "
+                f"rank {rank} as {placed.dtype} {where.shape}"
             )
         other_rank, other = seen.setdefault(where, (rank, placed))
         if other.crc != placed.crc:
@@ -102,7 +102,7 @@ def _why_not(data: bytes) -> str:
     try:
         version = json.loads(data)["gossamer_checkpoint"]
     except (ValueError, KeyError, TypeError):
-        return f"is no manifest, or was altered or cut ({len(data)} bytes)"
+        return f"is not a manifest, or was altered or truncated ({len(data)} bytes)"
     if version != FORMAT:
         return f"has format {version}, this version reads format {FORMAT}; it may have been altered"
     return "was altered: its digest does not match its contents"
@@ -146,7 +146,7 @@ def decode_part(body: Any, path: Path) -> RankManifest:
         shard = Shard(body["file"], body["bytes"], body["header_bytes"], body["header_blake2b"], placed)
         return RankManifest(body["step"], body["rank"], body["ranks"], shard, body["meta"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointMismatch(f"{path}: is no part of a checkpoint: {error!r}") from None
+        raise CheckpointMismatch(f"{path}: is not the manifest of one rank's shard: {error!r}") from None
 
 
 def _decode_slice(body: Any) -> Placed:
@@ -168,7 +168,7 @@ def read_manifest(folder: Path, step: int) -> Manifest:
     path = folder / MANIFEST
     body = unseal(path)
     if not isinstance(body, dict) or "parts" not in body:
-        raise CheckpointMismatch(f"{path}: is no manifest of a whole checkpoint")
+        raise CheckpointMismatch(f"{path}: is not the manifest of a complete checkpoint")
     if body["step"] != step:
         raise CheckpointMismatch(f"{path}: belongs to step {body['step']}, not to {folder.name}")
     return Manifest(step, tuple(decode_part(part, path) for part in body["parts"]))

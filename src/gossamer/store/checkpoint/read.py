@@ -92,7 +92,9 @@ class Checkpoint:
         if out is None:
             out = torch.empty(size, dtype=self.dtype(name, replica))
         elif tuple(out.shape) != size:
-            raise bad_input(wanted=f"a tensor of shape {size} for {name}", got=f"{tuple(out.shape)}", do="resize it")
+            raise bad_input(
+                wanted=f"a tensor of shape {size} for {name}", got=f"{tuple(out.shape)}", do="pass one of that shape"
+            )
         for where, (shard, placed) in held.items():
             shared = where.overlap(start, size)
             if shared is not None:
@@ -143,7 +145,9 @@ def open_checkpoint(directory: Path | str, step: int) -> Checkpoint:
         steps = list_checkpoints(directory)
         there = "steps " + ", ".join(map(str, steps)) if steps else "no checkpoint"
         raise bad_input(
-            wanted=f"a checkpoint of step {step}", got=f"{there} in {directory}", do="name one that is there"
+            wanted=f"a checkpoint of step {step}",
+            got=f"{there} in {directory}",
+            do="give the step of a checkpoint that is there",
         )
     return Checkpoint(folder, step)
 
@@ -170,16 +174,20 @@ def latest_good(
             return found, problems
     if problems:
         said = "; ".join(problems.values())
-        raise CheckpointMismatch(f"no checkpoint in {directory} is good: {said}: start anew elsewhere")
+        raise CheckpointMismatch(f"no checkpoint in {directory} is intact: {said}: start a new run in another folder")
     upto = "" if until is None else f" of a step up to {until}"
-    raise bad_input(wanted=f"a checkpoint{upto}", got=f"none in {directory}", do="let the run go on to its first one")
+    raise bad_input(
+        wanted=f"a checkpoint{upto}", got=f"none in {directory}", do="let the run go on until its first checkpoint"
+    )
 
 
 def _check_box(whole: Slice, start: Extent, size: Extent) -> None:
     try:
         Slice(whole.name, whole.shape, start, size, whole.replica)
     except ValueError as error:
-        raise bad_input(wanted="a part of a stored tensor", got=str(error), do="stay inside its shape") from None
+        raise bad_input(
+            wanted="a part of a stored tensor", got=str(error), do="choose start and size inside that shape"
+        ) from None
 
 
 def _box(tensor: Tensor, origin: Extent, start: Extent, size: Extent) -> Tensor:

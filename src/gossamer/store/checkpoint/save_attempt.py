@@ -161,7 +161,10 @@ class SaveAttempt:
         path = self._partial / f"rank-{rank:05d}.json"
         part = decode_part(unseal(path), path)
         if (part.step, part.rank, part.ranks) != (self.step, rank, self.crew.ranks):
-            raise CheckpointMismatch(f"{path}: is of step {part.step}, rank {part.rank} of {part.ranks}")
+            raise CheckpointMismatch(
+                f"{path}: wanted step {self.step}, rank {rank} of {self.crew.ranks}, "
+                f"got step {part.step}, rank {part.rank} of {part.ranks}"
+            )
         return part
 
     def _follow(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
@@ -180,12 +183,12 @@ class SaveAttempt:
             lambda: self._is_committed(part),
             deadline_s=_SETTLE_S,
             abort=crew.abort,
-            what=lambda: "the committed checkpoint to appear: rank 0 gave up, and says why",
+            what=lambda: "the committed checkpoint to appear: rank 0 did not save it, see the log of rank 0",
         )
 
     def _is_over(self) -> bool:
         if self._leader_refused():
-            raise RunFailed("rank 0 took no part")
+            raise RunFailed("rank 0 did not save this step, see the log of rank 0")
         return not self._partial.exists()
 
     def _leader_refused(self) -> bool:
@@ -199,7 +202,7 @@ class SaveAttempt:
 
     def _say(self, error: BaseException, pieces: Sequence[NamedSlice]) -> str:
         if isinstance(error, FileNotFoundError) and not self.crew.is_leader:
-            return "rank 0 gave up, and says why"
+            return "rank 0 did not save this step, see the log of rank 0"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = sum(tensor.nbytes for _, tensor in pieces)
             return (

@@ -97,7 +97,9 @@ def _header(pieces: Iterable[NamedSlice], info: dict[str, str]) -> bytes:
             )
         if tuple(tensor.shape) != where.size:
             raise bad_input(
-                wanted=f"a tensor of shape {where.size} for {where}", got=f"{tuple(tensor.shape)}", do="cut it first"
+                wanted=f"a tensor of shape {where.size} for {where}",
+                got=f"{tuple(tensor.shape)}",
+                do="pass that slice of the tensor",
             )
         if str(where) in entries:
             raise bad_input(wanted="every slice once", got=f"{where} twice", do="give it once")
@@ -151,9 +153,9 @@ class ShardReader:
             with safe_open(self._path, framework="numpy") as file:
                 keys = set(file.keys())
         except SafetensorError as error:
-            raise CheckpointMismatch(f"{self._path}: no safetensors file: {error}") from None
+            raise CheckpointMismatch(f"{self._path}: is not a safetensors file: {error}") from None
         if keys != {str(placed.where) for placed in self._shard.placed}:
-            raise CheckpointMismatch(f"{self._path}: holds other slices than the manifest says")
+            raise CheckpointMismatch(f"{self._path}: holds other slices than the manifest lists")
 
 
 def _check_size(path: Path, shard: Shard) -> None:
@@ -163,5 +165,5 @@ def _check_size(path: Path, shard: Shard) -> None:
         raise CheckpointMismatch(f"{path}: cannot be read: {error.strerror}") from None
     if size != shard.size_bytes:
         gone = next((placed for placed in shard.placed if placed.offset + placed.size_bytes > size), None)
-        lost = f"; the first slice lost is {gone.where}" if gone else ""
-        raise CheckpointMismatch(f"{path}: {size} bytes long, written were {shard.size_bytes}{lost}")
+        lost = f"; the first missing slice is {gone.where}" if gone else ""
+        raise CheckpointMismatch(f"{path}: {size} bytes long, {shard.size_bytes} bytes were written{lost}")

@@ -40,11 +40,14 @@ class Hypergradient(OuterOptimizer):
         not_negative("kappa", self.kappa)
         positive("low", self.low)
         if not self.low <= 1 <= self.high:
-            got = f"{self.low:g} to {self.high:g}"
-            raise bad_input(wanted="limits with 1 between them", got=got, do="1 is where it starts", key="low")
+            wanted, got = "low <= 1 <= high, as the factor starts at 1", f"low {self.low:g} and high {self.high:g}"
+            raise bad_input(wanted=wanted, got=got, do="lower low to 1 or less, or raise high to 1 or more", key="low")
         if isinstance(self.inner, Hypergradient):  # both would adapt the same number
             raise bad_input(
-                wanted="another outer optimizer inside", got="hypergradient", do="name its inner one", key="inner"
+                wanted="an inner outer optimizer other than hypergradient",
+                got="hypergradient",
+                do="choose another one, e.g. nesterov: gossamer methods sync/outer",
+                key="inner",
             )
 
     @property
