@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
@@ -19,6 +18,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
+from gossamer.ops.topk_indices import used_blocks
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
@@ -348,8 +348,7 @@ def _occupied(pump: CommThread, gradients: Mapping[str, Tensor]) -> dict[str, fl
 
 
 def _part_in_use(gradient: Tensor) -> float:
-    used = torch.nn.functional.pad(gradient.flatten() != 0, (0, -gradient.numel() % _BLOCK))
-    return float(used.view(-1, _BLOCK).any(1).float().mean()) if gradient.numel() else 1.0
+    return float(used_blocks(gradient.flatten(), _BLOCK).float().mean()) if gradient.numel() else 1.0
 
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:

@@ -16,10 +16,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import (
     Collective,
@@ -33,7 +29,7 @@ from gossamer.comm.message import (
 )
 from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.exchange._sparse import placed, taken
-from gossamer.ops.topk_indices import count_bits, places_of_bits, to_bits
+from gossamer.ops.topk_indices import count_bits, places_of_bits, to_bits, used_blocks
 from gossamer.spec.errors import bad_input
 
 
@@ -58,7 +54,7 @@ class BlockSparse(Exchange):
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         flat, block = x.flat.float(), self.block_size
-        mine = to_bits(_used(flat, block))
+        mine = to_bits(used_blocks(flat, block))
         (union,) = yield Message((mine.cpu(),), Collective.OR)
         if count_bits(union) * block >= flat.numel():
             (mean,) = yield Message((flat.mul_(at.share),), Collective.SUM)
@@ -78,12 +74,3 @@ class BlockSparse(Exchange):
         bitmap, _ = self.traffic(layout, levels, rank)
         blocks = math.ceil(occupied * layout.numel / self.block_size)
         return bitmap, Traffic(Collective.SUM, min(layout.numel, blocks * self.block_size), 4)
-
-
-def _used(flat: Tensor, block: int) -> Tensor:
-    """(blocks,) bool: whether any number of a block is not zero."""
-    missing = -flat.numel() % block
-    used = (pad(flat, (0, missing)) if missing else flat) != 0
-    if block == 1 or not used.numel():
-        return used
-    return used.view(torch.int64).view(-1, block // 8).amax(1) != 0  # bytes of 0 or 1, read eight at a time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gossamer.ops import bits
 
@@ -93,3 +94,12 @@ def largest(x: Tensor, k: int, rng: torch.Generator) -> Tensor:
     if candidates.numel() < k:  # fewer than k numbers are not zero, or one sample in 30 000
         return x.abs().topk(k, sorted=False).indices
     return candidates[magnitudes(x[candidates]).topk(k, sorted=False).indices]
+
+
+def used_blocks(flat: Tensor, block: int) -> Tensor:
+    """Return (blocks,) bool: whether any number of a block is not zero. `block`: 1, or a multiple of 8 numbers."""
+    missing = -flat.numel() % block
+    used = (pad(flat, (0, missing)) if missing else flat) != 0
+    if block == 1 or not used.numel():
+        return used
+    return used.view(torch.int64).view(-1, block // 8).amax(1) != 0  # bytes of 0 or 1, read eight at a time
