@@ -111,7 +111,9 @@ def test_a_wrong_line_is_told_with_its_place(what: str) -> None:
 
 
 def test_a_line_that_serves_no_parameter_is_told() -> None:
-    with pytest.raises(BadInput, match=r"\.0\.0: .* got 'embedding': match one of their names: embed\.weight, bl"):
+    with pytest.raises(
+        BadInput, match=r"plan\.exchange\.0\.0: .* got 'embedding': match one of their names: embed\.weight, bl"
+    ):
         ParameterRules.read([("embedding", "all", "dense"), (".*", "all", INT8)]).by_name(NAMES)
     with pytest.raises(
         BadInput, match=r"plan\.exchange\.1: every parameter that 'bias' matches is served by an earlier line: m"
