@@ -69,6 +69,17 @@ def test_a_fast_link_keeps_the_plain_all_reduce() -> None:
     assert decision.forecast == decision.plain and "all-reduce" in decision.reason
 
 
+def test_of_cuts_forecast_alike_the_one_with_the_fewest_buckets_is_taken() -> None:
+    many, few = facts(1e10, buckets=32, numel=1 << 15), facts(1e10, buckets=4, numel=1 << 18)
+    for cuts in ((many, few), (few, many)):
+        assert len(choose(*cuts, lossy=True, candidates=KINDS).buckets) == 4
+
+
+def test_fewer_buckets_are_not_taken_where_the_last_of_them_is_waited_for() -> None:
+    many, few = facts(4e6, buckets=32, numel=1 << 15), facts(4e6, buckets=4, numel=1 << 18)
+    assert len(choose(few, many, lossy=False, candidates=KINDS[:1]).buckets) == 32
+
+
 def test_what_hides_under_backward_stays_exact() -> None:
     """The wire keeps up with the backward pass; only the last bucket is waited for, and only it is compressed."""
     decision = choose(facts(20e6, buckets=4), lossy=True, candidates=KINDS)

@@ -165,8 +165,8 @@ def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candi
     cut = f" in {len(best.facts.buckets)} buckets" if len(best.facts.buckets) > 1 else " in one bucket"
     if not any(best.picked):
         return (
-            f"all-reduce{cut}, {before} a step: {show_seconds(plain.exposed_s)} of "
-            f"{show_seconds(plain.step_s)} wait for the wire, nothing allowed saves more than it costs"
+            f"all-reduce{cut}, {after} a step: {show_seconds(forecast.exposed_s)} of "
+            f"{show_seconds(forecast.step_s)} wait for the wire, nothing allowed saves more than it costs"
         )
     return (
         f"{_summary(best, candidates)}{cut}: {before} -> {after}, "
