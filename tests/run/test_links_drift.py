@@ -224,7 +224,7 @@ def test_other_messages_pass_at_another_rate(world) -> None:
 
 
 def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_with(world, monkeypatch) -> None:
-    far = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1.0, bytes_per_s=8e6)})
+    far = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1.0, bytes_per_s=1e12)})
     exchanger, here = world([FLAT_SLOW, far, far, FLAT_SLOW])
     int8, int4 = (
         MethodConfig("error_feedback", {"inner": {"two_shot": {"codec": c}}}).written() for c in ("int8", "int4")
