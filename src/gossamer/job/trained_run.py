@@ -15,7 +15,8 @@ from gossamer.data.kept import read_tokenizer
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.run_files import folder_of
 from gossamer.job.worker import corpus_of
-from gossamer.model.source import ModelSource, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -54,15 +55,16 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
     """
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
-    config, origin = directory.config(), None
+    config, origin, base = directory.config(), None, ""
     with _standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
             assert tokenizer is not None
             with _importing(config, here):
                 origin = _origin(directory, config, tokenizer)
-                module = origin.bare(config.train.seed)
-    step = read_model(module, directory.checkpoints)
+                base = origin.base_digest(config.train.seed)
+                module = origin.build(config.train.seed) if base else origin.bare(config.train.seed)
+    step = read_model(module, directory.checkpoints, base)
     return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step)
 
 
@@ -86,7 +88,7 @@ def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
 def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:
     """Return the model source for the checkpoint to fill: from the run directory, or from the configured source."""
     section = config.model
-    if directory.model.is_dir():
+    if directory.model.is_dir() and section.adapter == "none":
         in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
         section = section.model_copy(update={"hf": str(directory.model), "gguf": None, "config": in_code})
     elif not any((section.hf, section.gguf, section.factory)):
