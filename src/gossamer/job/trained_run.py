@@ -37,6 +37,7 @@ class TrainedRun:
     config: RunConfig
     origin: ModelSource | None
     step: int
+    base: str = ""  # folder, file or name of the model that the adapter goes on
 
     def words(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput if there is none."""
@@ -64,8 +65,9 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
                 origin = _origin(directory, config, tokenizer)
                 base = origin.base_digest(config.train.seed)
                 module = origin.build(config.train.seed) if base else origin.bare(config.train.seed)
+        place = _base_of(config) if base else ""
     step = read_model(module, directory.checkpoints, base)
-    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step)
+    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step, base=place)
 
 
 def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
@@ -83,6 +85,13 @@ def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
             "there stores the tokenizer",
             key=error.key,
         ) from None
+
+
+def _base_of(config: RunConfig) -> str:
+    """Return the folder, file or name of the base model; a path as an absolute one."""
+    named = config.model.hf or config.model.gguf or config.model.factory or ""
+    path = Path(named).expanduser()
+    return str(path.absolute()) if path.exists() else named
 
 
 def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:

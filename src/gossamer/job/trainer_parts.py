@@ -12,7 +12,7 @@ from gossamer.run.parts import Parts
 def parts_of(
     asked: PartitionRequest, held: RankModel, *, validation: Batches | None, words: TextCoder | None, base: str = ""
 ) -> Parts:
-    """Return the parts. `words`: the tokenizer, where the data is text; `base`: digest of the model under an adapter."""
+    """Return the parts; `words`: the tokenizer, where the data is text; `base`: digest of what an adapter is on."""
     return Parts(
         module=held.module,
         objective=asked.objective,

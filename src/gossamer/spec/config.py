@@ -66,7 +66,9 @@ class ModelSection(Section):
         "none",
         description="none, or a method of `gossamer methods model/adapter`: trains a few numbers beside frozen weights",
     )
-    freeze: list[str] = Field([], description="regular expressions: parameters in whose name one is found stay as they are")
+    freeze: list[str] = Field(
+        [], description="regular expressions: parameters in whose name one is found stay as they are"
+    )
     unfreeze: list[str] = Field(
         [], description="regular expressions: parameters that are trained although an adapter or `freeze` holds them"
     )

@@ -19,10 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.adapter import _peft
+from gossamer.model.adapter._peft import folder_files as adapter_folder
+from gossamer.model.adapter._peft import merge
 from gossamer.model.adapter._targets import targets_of
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.spec.registry import Registry
+
+__all__ = [
+    "Adapter",
+    "AdapterTensor",
+    "KEY",
+    "REGISTRY",
+    "adapt",
+    "adapter_folder",
+    "adapter_tensors",
+    "build",
+    "merge",
+    "names",
+    "redraw",
+]
 
 KEY = "model.adapter"
 

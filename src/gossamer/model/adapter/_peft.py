@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
 
 _KEY = "model.adapter"
@@ -27,7 +28,8 @@ def library() -> ModuleType:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Suppress Python warnings in this context."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -37,7 +39,8 @@ def inject(module: nn.Module, config: Any) -> None:
     """Replace the layers that `config` names by peft's, in place. They hold the layers they stand for."""
     library()
     mapping = importlib.import_module("peft.mapping")
-    with _quiet():  # about layers without configurations of their own, and about names of other libraries
+    # Without a graph: where parameters have no memory, peft's `.to` swaps tensors, which a graph that it left prevents.
+    with quiet(), torch.no_grad():
         mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, config, ADAPTER)
 
 
@@ -81,10 +84,17 @@ def give_short_names(module: nn.Module) -> None:
             held.update({"weight": tensor, **others})
 
 
-def merged(module: nn.Module) -> None:
-    """Merge the adapter into the weights and put the layers back, in place."""
+def merge(module: nn.Module) -> None:
+    """Merge the adapter into the weights and put the layers back, in place; a model without an adapter stays as it is.
+
+    Raises BadInput for an adapter with numbers that are not finite.
+    """
     for path, layer in [*layers(module)]:
-        layer.merge(safe_merge=True)
+        try:
+            layer.merge(safe_merge=True)
+        except ValueError as error:
+            said = f"the adapter of {path} cannot be merged ({error}): export an earlier checkpoint"
+            raise BadInput(said, key=_KEY) from None
         parent, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(parent), leaf, layer.get_base_layer())
     if hasattr(module, "peft_config"):
@@ -94,7 +104,7 @@ def merged(module: nn.Module) -> None:
 def folder_files(module: nn.Module, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the adapter_config.json of a peft folder; `base`: where peft finds the base model."""
     utils = importlib.import_module("peft.utils")
-    config = module.peft_config[ADAPTER]
+    config: Any = vars(module)["peft_config"][ADAPTER]
     tensors = utils.get_peft_model_state_dict(module, adapter_name=ADAPTER)
     found = dict(config.to_dict())
     found.update(base_model_name_or_path=base, inference_mode=True)

@@ -29,9 +29,7 @@ class Ia3(Adapter):
 
     def config(self, paths: Sequence[str]) -> Any:
         inner = [path for path in paths if any(re.search(pattern, path) for pattern in self.feedforward)]
-        return _peft.library().IA3Config(
-            target_modules=list(paths), feedforward_modules=inner, init_ia3_weights=False
-        )
+        return _peft.library().IA3Config(target_modules=list(paths), feedforward_modules=inner, init_ia3_weights=False)
 
     def draw(self, of: AdapterTensor) -> None:
         nn.init.ones_(of.tensor)

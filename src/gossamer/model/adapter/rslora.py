@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-
 from gossamer.model.adapter import Adapter, AdapterTensor
 from gossamer.model.adapter._checks import check_rank
 from gossamer.model.adapter.lora import draw_lora, lora_config

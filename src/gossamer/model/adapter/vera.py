@@ -31,14 +31,15 @@ class Vera(Adapter):
         check_rank(self.rank, self.dropout)
 
     def config(self, paths: Sequence[str]) -> Any:
-        return _peft.library().VeraConfig(
-            r=self.rank,
-            vera_dropout=self.dropout,
-            d_initial=self.d_initial,
-            projection_prng_key=self.projection_seed,
-            save_projection=True,
-            target_modules=list(paths),
-        )
+        with _peft.quiet():  # on what `projection_seed` is for
+            return _peft.library().VeraConfig(
+                r=self.rank,
+                vera_dropout=self.dropout,
+                d_initial=self.d_initial,
+                projection_prng_key=self.projection_seed,
+                save_projection=False,
+                target_modules=list(paths),
+            )
 
     def draw(self, of: AdapterTensor) -> None:
         nn.init.constant_(of.tensor, 0.0 if of.slot == "vera_lambda_b" else self.d_initial)

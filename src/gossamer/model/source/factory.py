@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._digest import digest
-from gossamer.model.seeded import seeded
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest

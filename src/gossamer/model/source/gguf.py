@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.model_profile import tied_names
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
 from gossamer.model.source._digest import digest
-from gossamer.model.seeded import seeded
 from gossamer.model.source._weights import give
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input

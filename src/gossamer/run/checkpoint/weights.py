@@ -26,8 +26,8 @@ class Weights(Stateful):
     """The weights that one rank holds: its model's parameters and persistent buffers.
 
     `global_parameters`: by name, those that all islands of local-update training share. They are saved in place of an
-    island's own. `base`: digest of the base model under an adapter. Its frozen weights are not saved: they are read from
-    where the base lies, and a checkpoint goes with this base alone. "": all weights are saved.
+    island's own. `base`: digest of the model that an adapter is on, "" without one. With one, a checkpoint leaves
+    out the frozen weights, and goes with this base alone.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = ("model/",)
@@ -94,7 +94,8 @@ class Weights(Stateful):
 def read_model(module: nn.Module, directory: Path, base: str = "") -> int:
     """Fill a module from the newest good checkpoint in `directory` and return its step.
 
-    `base`: digest of the base whose frozen weights the module holds already, "" if there is none. Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
+    `base`: digest of the model that an adapter is on, "" without one; its frozen weights are in the module already.
+    Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
     """
     if not list_checkpoints(directory):
         raise BadInput(f"{directory} holds no checkpoint yet: let the run continue until its first one")
@@ -131,12 +132,15 @@ def saved_state(module: nn.Module, base: str) -> Iterator[tuple[str, Tensor]]:
 def check_base(stored: str, base: str, label: str) -> None:
     """Raise CheckpointMismatch unless a checkpoint was saved with this base model: the digests must be equal."""
     if stored != base:
-        of = {True: "weights of the whole model", False: "an adapter's weights"}
-        got = f"base {base}" if stored and base else of[not base]
+        kinds = {False: "the weights of a whole model", True: "those of an adapter alone"}
         raise CheckpointMismatch(
-            f"{label} holds {of[not stored]}{f', trained on the base model with digest {stored}' if stored else ''}, and "
-            f"this run has {got}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
+            f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains "
+            f"{kinds[bool(base)]}{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
         )
+
+
+def _digest(base: str) -> str:
+    return f", on the base with digest {base}" if base else ""
 
 
 def check_plain(module: nn.Module) -> None:
