@@ -134,8 +134,8 @@ def check_base(stored: str, base: str, label: str) -> None:
     if stored != base:
         kinds = {False: "the weights of a whole model", True: "those of an adapter alone"}
         raise CheckpointMismatch(
-            f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains "
-            f"{kinds[bool(base)]}{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
+            f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains {kinds[bool(base)]}"
+            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
         )
 
 
