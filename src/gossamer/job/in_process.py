@@ -253,9 +253,23 @@ def _source(
     model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
 ) -> tuple[ModelProvider, str, ModelSource | None]:
     if isinstance(model, nn.Module):
+        _check_as_it_is(config)
         return ModuleSource(model), type(model).__name__, None
     origin = origin_for(config, corpus) if corpus is not None else origin_of(config.model)
     return OriginSource(origin, config.train.seed), origin.describe(), origin
+
+
+def _check_as_it_is(config: RunConfig) -> None:
+    """Raise BadInput for settings that would change a module which a program passes: it is trained as it is."""
+    if config.model.adapter != "none" or config.model.freeze or config.model.unfreeze:
+        raise bad_input(
+            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put an adapter on it or freeze "
+            "parts of it",
+            got="a module that is built already",
+            do="call gossamer.model.adapter.adapt on it, or peft's inject_adapter_in_model, and freeze parameters with "
+            "requires_grad_(False)",
+            key="model.adapter" if config.model.adapter != "none" else "model.freeze",
+        )
 
 
 def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], data: Any) -> RunConfig:
