@@ -16,7 +16,7 @@ from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import CheckpointMismatch
 from pool import Pool
-from run.adapter_jobs import HEADS, SIZES, by_peft
+from run.adapter_jobs import HEADS, SIZES, by_peft, islands_by_peft
 
 pytest.importorskip("peft")
 STEPS = 5
@@ -118,3 +118,19 @@ def test_a_coded_exchange_sends_the_adapter_alone(pool: Pool, tmp_path: Path, ba
     )
     assert all(trained < sum(one.values() if isinstance(one, dict) else [one]) < 1.3 * trained for one in sent)
     assert losses(tmp_path) == pytest.approx(by_peft(base, "lora_fa", STEPS)[0], rel=2e-2)
+
+
+def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -> None:
+    outer = {"outer_optimizer": {"nesterov": {"lr": 0.7, "momentum": 0.9}}}
+    sections = {"plan": {"sync": {"diloco": {"sync_every": 3, **outer}}}, "machines": {"islands": [[0], [1]]}}
+    given = {"base": base, "adapter": "lora", "folder": str(tmp_path), "steps": 6}
+    pool.run("run.adapter_jobs:train", 2, sections=sections, **given)
+    origin = origin_of(ModelSection(hf=base, adapter="lora"))
+    found = origin.build(0)
+    read_model(found, tmp_path / "checkpoints", origin.base_digest(0))
+    ours = [p.detach() for p in found.parameters() if p.requires_grad]
+    wanted = islands_by_peft(base, "lora", 6, period=3, lr=0.7, momentum=0.9)
+    start = [p.detach() for p in origin.build(0).parameters() if p.requires_grad]
+    for one, other, before in zip(ours, wanted, start, strict=True):
+        assert float((other - before).abs().max()) > 1e-3
+        assert torch.allclose(one, other, atol=2e-4)
