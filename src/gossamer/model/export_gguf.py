@@ -147,7 +147,7 @@ def _encoded(planned: GgufTensor, tensor: Tensor) -> NDArray[Any]:
 
 
 def _blocks(tensor: Tensor) -> NDArray[Any]:
-    """Return (rows, bytes of a row) Q8_0 blocks, quantized in slabs: at once it would take several copies in float32."""
+    """Return (rows, bytes of a row) Q8_0 blocks, made in slabs: at once they take several copies in float32."""
     package = gguf_package()
     rows, width = tensor.shape
     step = max(1, _SLAB // width)

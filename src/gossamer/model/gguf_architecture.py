@@ -94,7 +94,7 @@ def unpermuted(rows: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufSizes:
-    """The metadata of a model, its frequency factors if it has any (float32, (head size / 2,)), and what it leaves out."""
+    """The metadata of a model, its frequency factors if any (float32, (head size / 2,)), and what is left out."""
 
     fields: Mapping[str, Any]
     frequency_factors: Tensor | None

@@ -186,7 +186,12 @@ def _pre(read: Mapping[str, Any], merges: tuple[str, ...]) -> str:
     level = ["bytes"]
     if not merges and cut == level and not ignores:
         return "gpt-2"  # wherever it is cut, bytes stay bytes
-    known = {"gpt-2": ["gpt-2"], "smollm": ["digits", "gpt-2"], "qwen2": [_QWEN2, *level], "llama-bpe": [_LLAMA3, *level]}
+    known = {
+        "gpt-2": ["gpt-2"],
+        "smollm": ["digits", "gpt-2"],
+        "qwen2": [_QWEN2, *level],
+        "llama-bpe": [_LLAMA3, *level],
+    }
     for name, steps_of in known.items():
         if cut == steps_of and ignores == (name == "llama-bpe"):
             return name

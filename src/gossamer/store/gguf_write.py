@@ -111,7 +111,9 @@ def _writer(
     package = gguf_package()
     logging.getLogger("gguf.gguf_writer").setLevel(logging.ERROR)  # it tells every user its byte order
 
-    class Writer(package.GGUFWriter):  # type: ignore[misc]
+    base: Any = package.GGUFWriter
+
+    class Writer(base):  # type: ignore[misc]
         """The package's writer, which has no form for an empty list: the merges of a vocabulary of bytes."""
 
         def _pack_val(self, val: Any, vtype: Any, *rest: Any, **named: Any) -> bytes:
