@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.model.export import _beside, _tensors
+from gossamer.model.export import files_beside, untied_state
 from gossamer.model.gguf_architecture import (
     GgufArchitecture,
     architecture_of,
@@ -21,12 +21,14 @@ from gossamer.model.gguf_architecture import (
     permuted,
     sizes_of,
 )
+from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
 from gossamer.model.source import ModelSource
 from gossamer.spec.errors import bad_input
 from gossamer.store.gguf_vocabulary import GgufVocabulary, read_vocabulary
 from gossamer.store.gguf_write import GgufTensor, check_new, gguf_package, write_gguf
 
 GgufType = Literal["f16", "q8_0"]
+Held = Tensor | QuantizedLinear  # what holds a tensor: a quantized layer is decoded when its turn comes
 _FILE_TYPE = {"f16": 1, "q8_0": 7}  # general.file_type: most tensors are of it
 _BLOCK = 32  # elements of a Q8_0 block
 _SLAB = 1 << 20  # elements that are quantized at a time
@@ -72,7 +74,7 @@ def _title(target: Path) -> str:
 
 
 def _vocabulary(module: Any, origin: ModelSource | None, tokenizer: Tokenizer | None) -> GgufVocabulary:
-    files = {n: f if isinstance(f, bytes) else f.read_bytes() for n, f in _beside(origin, tokenizer).items()}
+    files = {n: f if isinstance(f, bytes) else f.read_bytes() for n, f in files_beside(origin, tokenizer).items()}
     if "tokenizer.json" not in files:
         raise bad_input(
             wanted="a tokenizer.json for the GGUF file",
@@ -88,23 +90,33 @@ def _vocabulary(module: Any, origin: ModelSource | None, tokenizer: Tokenizer | 
     )
 
 
-def _held(module: nn.Module) -> dict[str, Tensor]:
+def _held(module: nn.Module) -> dict[str, Held]:
     """Return the tensors of `module` by their name in the file. Raises BadInput for one that has no place there."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in _tensors(module).items():
+    layers = quantized_layers(module)
+    blocks = {f"{name}.{buffer}" for name in layers for buffer in BUFFERS}
+    state: dict[str, Held] = {name: one for name, one in untied_state(module).items() if name not in blocks}
+    state |= {f"{name}.weight": layer for name, layer in layers.items()}
+    found: dict[str, Held] = {}
+    for name, tensor in state.items():
         place = gguf_name(name)
         if place is None:
             raise bad_input(
                 wanted=f"tensors that llama.cpp knows in a {type(module).__name__}",
-                got=f"{name} of shape {tuple(tensor.shape)}",
+                got=f"{name} of shape {_shape(tensor)}",
                 do="export with --to hf",
             )
         found[place] = tensor
     return found
 
 
-def _planned(name: str, tensor: Tensor, kind: GgufType) -> GgufTensor:
-    shape = tuple(tensor.shape)
+def _shape(tensor: Held) -> tuple[int, ...]:
+    if isinstance(tensor, QuantizedLinear):
+        return tensor.out_features, tensor.in_features
+    return tuple(tensor.shape)
+
+
+def _planned(name: str, tensor: Held, kind: GgufType) -> GgufTensor:
+    shape = _shape(tensor)
     if len(shape) < 2:
         return GgufTensor(name, shape, "F32")
     return GgufTensor(name, shape, "Q8_0" if kind == "q8_0" and shape[-1] % _BLOCK == 0 else "F16")
@@ -118,12 +130,13 @@ def _kept_wide(tensors: list[GgufTensor], kind: GgufType) -> list[str]:
 
 
 def _contents(
-    held: dict[str, Tensor], tensors: list[GgufTensor], architecture: GgufArchitecture, config: Any
+    held: dict[str, Held], tensors: list[GgufTensor], architecture: GgufArchitecture, config: Any
 ) -> Iterator[NDArray[Any]]:
     """Yield the tensors as the file holds them, one after the other."""
     heads = heads_of(config) if architecture.has_permuted_rows else {}
     for planned in tensors:
-        tensor = held[planned.name].detach().cpu()
+        source = held[planned.name]
+        tensor = (source.weight if isinstance(source, QuantizedLinear) else source).detach().cpu()
         if (parts := planned.name.split("."))[0] == "blk" and parts[2] in heads:
             tensor = permuted(tensor, heads[parts[2]])
         yield _encoded(planned, tensor)

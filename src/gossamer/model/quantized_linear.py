@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from gossamer.model.quantized import Blocks, WeightFormat
 from gossamer.spec.errors import bad_input
 
+BUFFERS = ("weight_blocks", "weight_scales")
+
 
 class QuantizedLinear(nn.Module):
     """A linear layer y = x W^T + b with a frozen W of (out_features, in_features) in blocks of `format`.
@@ -36,11 +38,15 @@ class QuantizedLinear(nn.Module):
         bias: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        is_turned: bool = False,
     ) -> None:
-        """Make a layer without values: `fill` or `load_state_dict` sets them. Raises BadInput for a width it lacks."""
+        """Make a layer without values: `fill` or `load_state_dict` sets them. Raises BadInput for a width it lacks.
+
+        is_turned: the layer stands for a Conv1D of transformers, whose weight is (in_features, out_features).
+        """
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.format, self.dtype = format, dtype
+        self.format, self.dtype, self.is_turned = format, dtype, is_turned
         blocks = format.empty(out_features, in_features, device)
         self.register_buffer("weight_blocks", blocks.codes)
         self.register_buffer("weight_scales", blocks.scales)
@@ -55,7 +61,8 @@ class QuantizedLinear(nn.Module):
         """
         weight = weight_of(linear)
         rows, columns = weight.shape
-        made = cls(columns, rows, format, dtype=weight.dtype, device=torch.device("meta"))
+        nowhere = torch.device("meta")
+        made = cls(columns, rows, format, dtype=weight.dtype, device=nowhere, is_turned=is_conv1d(linear))
         made._set(format.encode(weight))
         bias = getattr(linear, "bias", None)
         if bias is not None:
@@ -66,6 +73,10 @@ class QuantizedLinear(nn.Module):
     def weight(self) -> Tensor:
         """The weight (out_features, in_features), decoded in `dtype`: new memory at every access."""
         return self._blocks.decode(self.dtype)
+
+    def weight_as_given(self) -> Tensor:
+        """Return the decoded weight in the layout of the layer that this one stands for: turned for a Conv1D."""
+        return self.weight.t() if self.is_turned else self.weight
 
     def fill(self, weight: Tensor) -> None:
         """Encode `weight` (out_features, in_features) into the blocks. Raises BadInput for another shape."""
@@ -111,6 +122,11 @@ class QuantizedLinear(nn.Module):
             self.weight_scales = _moved(before[1], self.weight_scales)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_blocks.device)).dtype
         return self
+
+
+def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the quantized layers in `module` by name."""
+    return {name: one for name, one in module.named_modules() if isinstance(one, QuantizedLinear)}
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
