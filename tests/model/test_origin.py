@@ -17,7 +17,8 @@ import torch
 
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.input_checks import check_sequence, check_vocabulary
-from gossamer.model.source import names, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import names
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, VOCABULARY, Plain, batch

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gossamer.api.launcher import Launcher
 from gossamer.api.startup import rollback_failed_start
@@ -331,18 +331,21 @@ def sample(
     return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
-def export(run_dir: str | Path, target: str | Path) -> dict[str, Any]:
+def export(run_dir: str | Path, target: str | Path, to: Literal["hf", "peft"] = "hf") -> dict[str, Any]:
     """Write the model of a run as a folder that transformers loads, or the weights alone of a model of your own.
 
+    to: "hf" merges an adapter into the weights; "peft" writes the adapter alone, as a folder that peft loads.
     `gossamer export RUN_DIR --to hf DIR` calls it. `load` in the result is the Python code that loads the folder.
     Raises BadInput for a folder that exists.
     """
-    from gossamer.model.export import export_hf
+    from gossamer.model.export import export_hf, export_peft
 
     target = Path(target)
     if target.exists():
         raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
     found = load(run_dir)
+    if to == "peft":
+        return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
 
 

@@ -51,7 +51,7 @@ def sample(
     return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 
 
-def export(run_dir: Path, target: Path, /, *, to: Literal["hf"], json: Json = False) -> CommandResult:
+def export(run_dir: Path, target: Path, /, *, to: Literal["hf", "peft"], json: Json = False) -> CommandResult:
     """Export the model of a run, e.g. to a Hugging Face directory: `gossamer export runs/NAME --to hf DIR`.
 
     Parameters
@@ -61,7 +61,8 @@ def export(run_dir: Path, target: Path, /, *, to: Literal["hf"], json: Json = Fa
     target
         A folder that does not exist yet.
     to
-        hf: weights, config and tokenizer for Hugging Face transformers.
+        hf: weights, config and tokenizer for Hugging Face transformers, an adapter merged into the weights.
+        peft: the adapter alone, for Hugging Face peft.
     """
-    data = verbs.export(run_dir, target)
+    data = verbs.export(run_dir, target, to)
     return CommandResult(data, f"{target} is written: {data['load']}", is_report=True)

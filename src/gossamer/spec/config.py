@@ -62,6 +62,16 @@ class ModelSection(Section):
     config: dict[str, Any] = Field({}, description="keys of the model's own config, or arguments of the factory")
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the parameters are held in")
     compile: bool = Field(False, description="run the forward through torch.compile")
+    adapter: Annotated[Written, MethodOf("model/adapter")] = Field(
+        "none",
+        description="none, or a method of `gossamer methods model/adapter`: trains a few numbers beside frozen weights",
+    )
+    freeze: list[str] = Field(
+        [], description="regular expressions: parameters in whose name one is found stay as they are"
+    )
+    unfreeze: list[str] = Field(
+        [], description="regular expressions: parameters that are trained although an adapter or `freeze` holds them"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._digest import digest
-from gossamer.model.source._seeded import seeded
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -91,7 +91,7 @@ class Factory(ModelSource):
     def has_weights(self) -> bool:
         return False
 
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         pass
 
     def files(self) -> Files:

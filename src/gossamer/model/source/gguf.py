@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.model_profile import tied_names
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
 from gossamer.model.source._digest import digest
-from gossamer.model.source._seeded import seeded
 from gossamer.model.source._weights import give
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
@@ -62,7 +62,8 @@ class Gguf(ModelSource):
 
     def build(self, seed: int) -> nn.Module:
         module = self.bare(seed)
-        self.load(module, frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]})
+        names = frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]}
+        self.load(module, names, seed=seed)
         return module
 
     @property
@@ -77,7 +78,7 @@ class Gguf(ModelSource):
         with seeded(seed), kit.quietly(_KEY, wanted=f"to build the model of {self.of}") as library:
             return kit.fresh(library, self._config, self.dtype)
 
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         first = {name: group[0] for group in tied_names(module) for name in group}
         wanted = frozenset(name for name in module.state_dict() if first.get(name, name) in names)
         missing = {first.get(name, name) for name in wanted}
