@@ -69,7 +69,7 @@ def hold_one(case: str, stage: int, stages: int, *, tiny: bool) -> Any:
     import torch
 
     from gossamer import loss
-    from gossamer.model.source import origin_of
+    from gossamer.model.origin import origin_of
     from gossamer.partition.model_provider import OriginSource
     from gossamer.partition.rank_model import build_rank_model
     from gossamer.partition.request import PartitionRequest

@@ -214,7 +214,7 @@ def of_settings(folder: Path) -> dict[str, float]:
 
     from gossamer.data.tokenizer import parse_tokenizer
     from gossamer.model.export_gguf import export_gguf
-    from gossamer.model.source import origin_of
+    from gossamer.model.origin import origin_of
     from gossamer.spec.config import ModelSection
 
     tokenizer = parse_tokenizer("byte").make(lambda: (), identity="", cache=folder)

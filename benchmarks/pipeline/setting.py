@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gossamer.data import Corpus, SampleOrder, open_corpus
-from gossamer.model.source import origin_of
+from gossamer.model.origin import origin_of
 from gossamer.spec.config import ModelSection
 
 STAGES, MICROBATCHES, SEQUENCE = 4, 8, 256

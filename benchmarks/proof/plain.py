@@ -136,7 +136,7 @@ def corpus_of(told: Mapping[str, Any]) -> Any:
 
 
 def model_of(habit: Habit, corpus: Any = None) -> nn.Module:
-    from gossamer.model.source import origin_of
+    from gossamer.model.origin import origin_of
     from gossamer.spec.config import ModelSection
 
     origin = origin_of(ModelSection(factory=habit.written))

@@ -13,8 +13,8 @@ from gossamer.data.tokenizer import parse_tokenizer
 from gossamer.data.tokenizer.byte import Bytes
 from gossamer.model.export_gguf import export_gguf
 from gossamer.model.forward_adapter import caller_of
+from gossamer.model.origin import origin_of
 from gossamer.model.quantize_base import quantize_base
-from gossamer.model.source import origin_of
 from gossamer.model.source.gguf import Gguf
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput

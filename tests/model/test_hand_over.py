@@ -11,8 +11,9 @@ from torch import nn
 from gossamer.data.tokenizer.byte import Bytes
 from gossamer.model.export import export_hf
 from gossamer.model.forward_adapter import caller_of
+from gossamer.model.origin import origin_of
 from gossamer.model.quantize_base import quantize_base
-from gossamer.model.source import ModelSource, origin_of
+from gossamer.model.source import ModelSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, Plain, batch

@@ -17,7 +17,8 @@ import torch
 
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.input_checks import check_sequence, check_vocabulary
-from gossamer.model.source import names, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import names
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, VOCABULARY, Plain, batch
@@ -216,7 +217,7 @@ def test_sequences_that_are_too_long() -> None:
 
 
 def test_transformers_is_imported_only_when_needed() -> None:
-    code = "import sys, gossamer.model.source as o, gossamer.model.export, gossamer.model.generate\n"
+    code = "import sys, gossamer.model.origin as o, gossamer.model.export, gossamer.model.generate\n"
     code += "from gossamer.spec.config import ModelSection\n"
     code += "o.origin_of(ModelSection(hf='llama')); o.origin_of(ModelSection(factory='a:b'))\n"
     code += "sys.exit('transformers' in sys.modules)"

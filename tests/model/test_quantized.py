@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gossamer.model.origin import origin_of
 from gossamer.model.quantize_base import linear_names, nbytes_of, quantize_base
 from gossamer.model.quantized import Blocks, build, names
 from gossamer.model.quantized_linear import QuantizedLinear
-from gossamer.model.source import origin_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, Plain, batch

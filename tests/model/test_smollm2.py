@@ -12,7 +12,7 @@ from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.model.export import export_hf
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.generate import generate
-from gossamer.model.source import origin_of
+from gossamer.model.origin import origin_of
 from gossamer.spec.config import ModelSection
 
 

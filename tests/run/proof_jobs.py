@@ -20,7 +20,7 @@ from gossamer.autotune.plan_groups import levels_of
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.trainer_parts import parts_of
-from gossamer.model.source import origin_of
+from gossamer.model.origin import origin_of
 from gossamer.partition.model_provider import ModuleSource, OriginSource
 from gossamer.partition.rank_model import Planned, planned
 from gossamer.partition.request import PartitionRequest

@@ -20,7 +20,7 @@ from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.rank_model import build_rank_model
 from gossamer.partition.request import PartitionRequest
 from gossamer.model.split.absent_tensor import AbsentTensor
-from gossamer.model.source import origin_of
+from gossamer.model.origin import origin_of
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import gossamer
 from gossamer.cli import main
-from gossamer.model.source import origin_of
+from gossamer.model.origin import origin_of
 from gossamer.settings import anchored, load
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput

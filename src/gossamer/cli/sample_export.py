@@ -56,7 +56,7 @@ def export(
     target: Path,
     /,
     *,
-    to: Literal["hf", "gguf"],
+    to: Literal["hf", "peft", "gguf"],
     type: Literal["f16", "q8_0"] | None = None,
     json: Json = False,
 ) -> CommandResult:
@@ -69,7 +69,8 @@ def export(
     target
         A folder (hf) or file (gguf) that does not exist yet.
     to
-        hf: weights, config and tokenizer for Hugging Face transformers. gguf: one file for llama.cpp.
+        hf: weights, config and tokenizer for Hugging Face transformers, an adapter merged into the weights. peft: the
+        adapter alone, for Hugging Face peft. gguf: one file for llama.cpp.
     type
         The type of the matrices in a GGUF file: f16, or q8_0 (8 bits in blocks of 32).
     """

@@ -24,7 +24,8 @@ from gossamer.job.trainer_parts import parts_of
 from gossamer.job.worker import corpus_of, device_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
-from gossamer.model.source import ModelSource, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import ModelSource
 from gossamer.partition.model_provider import ModelProvider, ModuleSource, OriginSource
 from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
@@ -114,6 +115,7 @@ def _train(
     set_memory(PlanMethods.asked(settings.plan).sharding)
     given = _TrainingData(*_data(data, settings), text=data if isinstance(data, str) else type(data).__name__)
     source, described, origin = _source(model, settings, given.corpus)
+    base = origin.base_digest(settings.train.seed) if origin is not None else ""
     asked = _request(settings, place, given)
     known = planned(source, asked)
     built = known.outline
@@ -129,7 +131,7 @@ def _train(
         try:
             run_job(
                 RankJob(
-                    parts=parts_of(asked, built, validation=given.validation, words=given.tokenizer),
+                    parts=parts_of(asked, built, validation=given.validation, words=given.tokenizer, base=base),
                     planned=known,
                     where=_where(place, settings),
                     directory=directory,
@@ -251,9 +253,22 @@ def _source(
     model: nn.Module | str | Mapping[str, Any], config: RunConfig, corpus: Corpus | None
 ) -> tuple[ModelProvider, str, ModelSource | None]:
     if isinstance(model, nn.Module):
+        _check_as_it_is(config)
         return ModuleSource(model), type(model).__name__, None
     origin = origin_for(config, corpus) if corpus is not None else origin_of(config.model)
     return OriginSource(origin, config.train.seed), origin.describe(), origin
+
+
+def _check_as_it_is(config: RunConfig) -> None:
+    """Raise BadInput for settings that would change a module which a program passes: it is trained as it is."""
+    if config.model.adapter != "none" or config.model.freeze or config.model.unfreeze:
+        raise bad_input(
+            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put an adapter on it",
+            got="a module that is built already",
+            do="call gossamer.model.adapter.adapt on it, or peft's inject_adapter_in_model, and freeze parameters with "
+            "requires_grad_(False)",
+            key="model.adapter" if config.model.adapter != "none" else "model.freeze",
+        )
 
 
 def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], data: Any) -> RunConfig:

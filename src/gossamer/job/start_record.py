@@ -44,16 +44,18 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
     job.at(trainer.progress.step, "measure")
     one = job.parts.train.batch(np.zeros(1, np.int64))
     peak = measure_peak_flop_per_s(trainer.attempts.stages.engine.precision.compute, job.parts.device)
+    facts = facts_of(job.parts.outline)
     tokens = next(iter(one.values())).numel()
     return records.Start(
         ranks=job.where.ranks,
         step=trainer.progress.step,
         steps=config.train.steps,
         model=job.described,
-        parameters=facts_of(job.parts.outline).parameters,
+        parameters=facts.parameters,
+        trained=facts.trainable,
         data=job.data.text,
         tokens_per_step=plan.batch * tokens,
-        flop_per_token=training_flop_per_token(flop_per_token),
+        flop_per_token=training_flop_per_token(flop_per_token, facts.trainable / facts.parameters),
         peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
         exchange=_in_words(plan),
         precision=trainer.attempts.stages.engine.precision.name,

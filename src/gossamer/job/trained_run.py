@@ -15,7 +15,8 @@ from gossamer.data.kept import read_tokenizer
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.run_files import folder_of
 from gossamer.job.worker import corpus_of
-from gossamer.model.source import ModelSource, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -36,6 +37,7 @@ class TrainedRun:
     config: RunConfig
     origin: ModelSource | None
     step: int
+    base: str = ""  # folder, file or name of the model that the adapter goes on
 
     def words(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput if there is none."""
@@ -54,16 +56,18 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
     """
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
-    config, origin = directory.config(), None
+    config, origin, base = directory.config(), None, ""
     with _standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
             assert tokenizer is not None
             with _importing(config, here):
                 origin = _origin(directory, config, tokenizer)
-                module = origin.bare(config.train.seed)
-    step = read_model(module, directory.checkpoints)
-    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step)
+                base = origin.base_digest(config.train.seed)
+                module = origin.build(config.train.seed) if base else origin.bare(config.train.seed)
+        place = _base_of(config) if base else ""
+    step = read_model(module, directory.checkpoints, base)
+    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step, base=place)
 
 
 def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
@@ -83,10 +87,17 @@ def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
         ) from None
 
 
+def _base_of(config: RunConfig) -> str:
+    """Return the folder, file or name of the base model; a path as an absolute one."""
+    named = config.model.hf or config.model.gguf or config.model.factory or ""
+    path = Path(named).expanduser()
+    return str(path.absolute()) if path.exists() else named
+
+
 def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:
     """Return the model source for the checkpoint to fill: from the run directory, or from the configured source."""
     section = config.model
-    if directory.model.is_dir():
+    if directory.model.is_dir() and section.adapter == "none":
         in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
         section = section.model_copy(update={"hf": str(directory.model), "gguf": None, "config": in_code})
     elif not any((section.hf, section.gguf, section.factory)):

@@ -9,8 +9,10 @@ from gossamer.run.batches import Batches
 from gossamer.run.parts import Parts
 
 
-def parts_of(asked: PartitionRequest, held: RankModel, *, validation: Batches | None, words: TextCoder | None) -> Parts:
-    """Return the parts; `words`: the tokenizer, where the data is text."""
+def parts_of(
+    asked: PartitionRequest, held: RankModel, *, validation: Batches | None, words: TextCoder | None, base: str = ""
+) -> Parts:
+    """Return the parts; `words`: the tokenizer, where the data is text; `base`: digest of what an adapter is on."""
     return Parts(
         module=held.module,
         objective=asked.objective,
@@ -21,4 +23,5 @@ def parts_of(asked: PartitionRequest, held: RankModel, *, validation: Batches | 
         device=asked.device,
         cut=held.cut,
         words=words,
+        base=base,
     )

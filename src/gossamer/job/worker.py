@@ -24,7 +24,8 @@ from gossamer.launch.environment import LauncherRank
 from gossamer.launch.port import owner
 from gossamer.launch.worker import Ready, run_worker
 from gossamer.model.input_checks import check_sequence, check_vocabulary
-from gossamer.model.source import ModelSource, origin_of
+from gossamer.model.origin import origin_of
+from gossamer.model.source import ModelSource
 from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.plan_file import read_plan
 from gossamer.partition.rank_model import planned
@@ -76,7 +77,8 @@ def run_rank(
     )
     model = planned(OriginSource(origin, config.train.seed), asked, given)
     validation = TextBatches(corpus.validation) if config.data.validation else None
-    parts = parts_of(asked, model.outline, validation=validation, words=corpus.tokenizer)
+    base = origin.base_digest(config.train.seed)
+    parts = parts_of(asked, model.outline, validation=validation, words=corpus.tokenizer, base=base)
     ready.heartbeat.at(phase="connect")
     run_job(
         RankJob(

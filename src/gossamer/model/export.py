@@ -12,15 +12,37 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.data.tokenizer import Tokenizer
+from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
 from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
 from gossamer.model.source.factory import Factory
-from gossamer.store.huggingface import export_directory
+from gossamer.spec.errors import bad_input
+from gossamer.store.huggingface import export_adapter_directory, export_directory
 
 _KEY = "export"
 _ONE_FILE = 1 << 62  # load_model reads one file, of any size
+
+
+def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target: Path) -> str:
+    """Write the adapter of `module` to the new directory `target`, as peft does; return the Python code that loads it.
+
+    `base`: the folder or name of the model that it goes on. Raises BadInput for a model without an adapter, and if
+    `target` exists.
+    """
+    if next(adapter_tensors(module), None) is None:
+        raise bad_input(
+            wanted="a run with an adapter, to export as a peft folder",
+            got="a run that trained the model itself",
+            do="export it with --to hf",
+            key=_KEY,
+        )
+    tensors, config = adapter_folder(module, base)
+    files = origin.files() if origin is not None else {}
+    export_adapter_directory(target, tensors, config, {n: file for n, file in files.items() if n != "config.json"})
+    model = f"transformers.AutoModelForCausalLM.from_pretrained({base!r})"
+    return f"peft.PeftModel.from_pretrained({model}, {str(target)!r})"
 
 
 def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None, target: Path) -> str:
@@ -29,8 +51,10 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     A model of transformers becomes what AutoModelForCausalLM.from_pretrained(target) loads, with equal logits: its
     config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once), and
     a tokenizer: the files of `origin`, or `tokenizer` if it is another one. Another module becomes model.safetensors,
-    with a README.md that says how to load it. Raises BadInput if `target` exists.
+    with a README.md that says how to load it. An adapter is merged into the weights of `module`, in place. Raises
+    BadInput if `target` exists.
     """
+    merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     files = files_beside(origin, tokenizer)
     if not _is_of_transformers(inner):

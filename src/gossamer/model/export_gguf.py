@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossamer.data.tokenizer import Tokenizer
+from gossamer.model.adapter import merge
 from gossamer.model.export import files_beside, untied_state
 from gossamer.model.gguf_architecture import (
     GgufArchitecture,
@@ -42,11 +43,12 @@ def export_gguf(
     """Write `module` to the new GGUF file `target`; return its bytes, its tensors, and notes.
 
     Matrices are written as `kind`; those whose rows are no multiple of 32 elements as float16 also where it is q8_0;
-    norms and biases as float32. The tokenizer is that of `origin`, or `tokenizer` if it is another one. Tensors are
-    converted one by one. Raises BadInput for an existing target, and by name for whatever has no equal in llama.cpp:
-    architecture, setting, tensor, tokenizer.
+    norms and biases as float32. An adapter is merged into the weights of `module`, in place. The tokenizer is that of
+    `origin`, or `tokenizer` if it is another one. Tensors are converted one by one. Raises BadInput for an existing
+    target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer.
     """
     check_new(target)
+    merge(module)
     inner: Any = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     architecture = architecture_of(inner)
     sizes = sizes_of(inner, architecture)

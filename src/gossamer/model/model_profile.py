@@ -25,7 +25,6 @@ from gossamer.spec.errors import BadInput
 _TIME_S = 0.2  # for the measurement of the peak
 _LARGEST = 8192
 _KINDS, _LARGEST_PART, _TOKENS, _REPEATS = 3, 1024, 256, 4  # of matrices that are measured in several types
-_BACKWARD = 2  # backward takes two matmuls for every one of forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +109,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def training_flop_per_token(forward_flop: float) -> float:
-    """Return the flop of forward and backward, without what recomputation adds: the numerator of MFU."""
-    return forward_flop * (1 + _BACKWARD)
+def training_flop_per_token(forward_flop: float, trained_fraction: float = 1.0) -> float:
+    """Return the flop of forward and backward, without what recomputation adds: the numerator of MFU.
+
+    `trained_fraction`: of the parameters, those that are not frozen. Backward takes one matmul for the gradient of its
+    input and, where it is trained, one for that of the weight.
+    """
+    return forward_flop * (2 + trained_fraction)
 
 
 def measure_peak_flop_per_s(dtype: torch.dtype, device: torch.device | None = None) -> float:

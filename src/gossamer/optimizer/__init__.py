@@ -7,7 +7,7 @@ store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
 from torch import Tensor
@@ -56,6 +56,10 @@ class Optimizer(ABC):
         Code that generates g bit by bit may then apply it in place of this optimizer.
         """
         return False
+
+    def check(self, names: Collection[str]) -> None:
+        """Raise BadInput unless the settings fit a model whose trained parameters have these names."""
+        return None
 
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:

@@ -130,7 +130,7 @@ class OriginSource(ModelProvider):
                     "the same operators in every call"
                 ) from None
             return None
-        self.origin.load(module, holds)
+        self.origin.load(module, holds, seed=self.seed)
         check_held(module, holds)
         buffers = frozenset(name for name, _ in module.named_buffers())
         self._keep({"": skeleton.tape} | digests_of(module, holds | buffers))

@@ -30,6 +30,7 @@ class Parts:
     device: torch.device
     cut: StagedModel | None = None  # with pipeline parallelism: the stages that the module holds
     words: TextCoder | None = None  # the tokenizer, where the data is text
+    base: str = ""  # digest of the base model under an adapter, whose weights checkpoints leave out
     walk: UnshardOrder | None = None  # with sharded parameters: the order in which units are unsharded
 
     @property

@@ -42,6 +42,7 @@ def check_before_start(parts: Parts) -> None:
     parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
+    parts.recipe.optimizer.check(trainable(parts.outline).keys())
     precision = precision_of(config.train.precision)
     for name, param in parts.outline.named_parameters():
         if param.is_floating_point():

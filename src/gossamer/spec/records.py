@@ -33,6 +33,7 @@ class Start(Record):
     steps: int  # steps wanted
     model: str
     parameters: int
+    trained: int = 0  # of the parameters, those that are not frozen; 0: not said
     data: str
     tokens_per_step: int
     flop_per_token: float

@@ -6,7 +6,8 @@ import errno
 import json
 import shutil
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,42 @@ def export_directory(
     """
     files = dict(files or {})
     _check(target, files)
+    with _whole(target) as partial:
+        size_bytes, count = _write_weights(partial, tensors, max_shard_bytes)
+        files = {"README.md": _card(target.name, config, count, size_bytes).encode(), **files}
+        files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+        _write_files(partial, files)
+    return size_bytes
+
+
+def export_adapter_directory(
+    target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], files: Mapping[str, bytes | Path]
+) -> int:
+    """Write the new directory `target` as peft does; return the bytes of the adapter.
+
+    It holds adapter_model.safetensors, adapter_config.json from `config`, and `files`. Raises as `export_directory`.
+    """
+    _check(target, files)
+    pieces = [(Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu()) for name, tensor in tensors.items()]
+    with _whole(target) as partial:
+        write_shard(partial / "adapter_model.safetensors", pieces, _INFO)
+        _write_files(partial, {**files, "adapter_config.json": (json.dumps(config, indent=2) + "\n").encode()})
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    for name, data in files.items():
+        (folder / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Yield a folder that becomes `target` when the body has ended, and is removed if it fails."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        size_bytes, count = _write_weights(partial, tensors, max_shard_bytes)
-        files = {"README.md": _card(target.name, config, count, size_bytes).encode(), **files}
-        files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
-        for name, data in files.items():
-            (partial / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
+        yield partial
         partial.rename(target)
     except OSError as error:
         if error.errno not in _FULL:
@@ -65,7 +93,6 @@ def export_directory(
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return size_bytes
 
 
 def _check(target: Path, files: Mapping[str, bytes | Path]) -> None:

@@ -30,7 +30,8 @@ def show_share(share: float) -> str:
 
 def model_words(start: Start) -> str:
     """Return the model of a run and its number of parameters as text."""
-    return f"{start.model}, {show_count(start.parameters)} parameters"
+    trained = f", {show_count(start.trained)} of them trained" if 0 < start.trained < start.parameters else ""
+    return f"{start.model}, {show_count(start.parameters)} parameters{trained}"
 
 
 def setting_words(start: Start) -> str:

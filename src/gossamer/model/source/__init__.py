@@ -68,10 +68,11 @@ class ModelSource(ABC):
         """Return whether there are weights to load: then `load` fills all tensors that it is asked for."""
 
     @abstractmethod
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         """Read the weights named in `names` (first names, where tied), and no others, into a module from `bare`.
 
-        The module's parameters need not have memory. Does nothing if there are no weights. Raises BadInput.
+        The module's parameters need not have memory. Does nothing if there are no weights. `seed`: that of `bare`, for
+        tensors that no file holds. Raises BadInput.
         """
 
     @abstractmethod
@@ -85,6 +86,10 @@ class ModelSource(ABC):
         Empty if a folder cannot replace the source.
         """
 
+    def base_digest(self, seed: int) -> str:
+        """Return a digest of the base model that `build` puts an adapter on; "" if it puts none on."""
+        return ""
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Return a hash of all that `build` depends on, except the seed; large files enter by size and samples."""
@@ -94,8 +99,8 @@ REGISTRY = Registry(__name__, ModelSource)  # type: ignore[type-abstract]
 names, build = REGISTRY.names, REGISTRY.build
 
 
-def origin_of(section: ModelSection) -> ModelSource:
-    """Return the model source that the configuration names; raise BadInput, also if it names none."""
+def named_by(section: ModelSection) -> ModelSource:
+    """Return the model source that `hf`, `gguf` or `factory` names; raise BadInput, also if none does."""
     given = [name for name in REGISTRY.names() if getattr(section, name) is not None]
     if len(given) != 1:
         raise bad_input(

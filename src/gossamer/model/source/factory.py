@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._digest import digest
-from gossamer.model.source._seeded import seeded
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
 _KEY = "model.factory"
 _VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names is the number of token ids
-_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parent))
+_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Factory(ModelSource):
     def has_weights(self) -> bool:
         return False
 
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         pass
 
     def files(self) -> Files:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.model_profile import tied_names
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
 from gossamer.model.source._digest import digest
 from gossamer.model.source._gguf_blocks import put_layers, read_blocks
 from gossamer.model.source._gguf_config import complete
-from gossamer.model.source._seeded import seeded
 from gossamer.model.source._weights import give
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
@@ -65,7 +65,7 @@ class Gguf(ModelSource):
 
     def build(self, seed: int) -> nn.Module:
         module = self.bare(seed)
-        self.load(module, frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]})
+        self.load(module, _first_names(module), seed=seed)
         return module
 
     @property
@@ -84,7 +84,7 @@ class Gguf(ModelSource):
         """Build the model with its linear layers frozen, in the very blocks of the file (see `keep_blocks`)."""
         module = self.bare(seed)
         self.keep_blocks(module)
-        self.load(module, frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]})
+        self.load(module, _first_names(module), seed=seed)
         return module
 
     def keep_blocks(self, module: nn.Module) -> dict[str, str]:
@@ -98,7 +98,7 @@ class Gguf(ModelSource):
         with kit.quietly(_KEY, wanted=f"the blocks of a {self._config.model_type} in {self.of}"), without_words():
             return put_layers(importlib.import_module("gguf").GGUFReader(str(self._file)), module)
 
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         first = {name: group[0] for group in tied_names(module) for name in group}
         wanted = frozenset(name for name in module.state_dict() if first.get(name, name) in names)
         missing = {first.get(name, name) for name in wanted}
@@ -157,6 +157,11 @@ class Gguf(ModelSource):
             complete(config, importlib.import_module("gguf").GGUFReader(str(self._file)))
             config.update(dict(self.config))
             return config
+
+
+def _first_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of all tensors of a module, tied ones once."""
+    return frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]}
 
 
 def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> None:

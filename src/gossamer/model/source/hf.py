@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
 from gossamer.model.source._digest import digest
-from gossamer.model.source._seeded import seeded
 from gossamer.model.source._weights import give, load_safetensors
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
@@ -101,7 +101,7 @@ class Hf(ModelSource):
         with seeded(seed), kit.quietly(_KEY, wanted=f"to build {self.describe()}") as transformers:
             return kit.fresh(transformers, self._config, self.dtype)
 
-    def load(self, module: nn.Module, names: frozenset[str]) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         """Read weights by name if files name tensors as the model does; else (fused experts) read the model once."""
         if not self.has_weights:
             return

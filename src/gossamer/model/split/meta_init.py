@@ -2,7 +2,7 @@
 
 A parameter is replaced by a fake tensor when it is registered; its initialization afterwards costs nothing. At most one
 unwanted parameter exists at a time. Random numbers do not depend on what is wanted: each random operation of the
-constructor is keyed by its parameter (see `source/_seeded.py`), and the same ones run on a fake tensor. The meta device
+constructor is keyed by its parameter (see `seeded.py`), and the same ones run on a fake tensor. The meta device
 does not guarantee this: some initializers check for it and then draw nothing.
 
 The name of each parameter is known only when the constructor is over, so there are two passes: `MetaModel.of` without

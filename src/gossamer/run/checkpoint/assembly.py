@@ -39,7 +39,7 @@ def contents_of(
     outer = OuterLoopState(apart, members, residuals)
     components = (
         SavedProgress(progress, members, outer),
-        Weights(parts.module, states, holders, members, apart.common),
+        Weights(parts.module, states, holders, members, apart.common, parts.base),
         OptimizerSlots(states, holders, members, outer),
         outer,
         SavedLossScale(scaling, members),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.adapter import adapter_tensors
+from gossamer.model.quantized_linear import quantized_layers
 from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.slices import row_slice
@@ -25,7 +27,8 @@ class Weights(Stateful):
     """The weights that one rank holds: its model's parameters and persistent buffers.
 
     `global_parameters`: by name, those that all islands of local-update training share. They are saved in place of an
-    island's own.
+    island's own. `base`: digest of the model that an adapter is on, "" without one. With one, a checkpoint leaves
+    out the frozen weights, and goes with this base alone.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = ("model/",)
@@ -35,17 +38,22 @@ class Weights(Stateful):
     holders: ParameterHolders
     members: Membership
     global_parameters: Callable[[], Mapping[str, Tensor]]
+    base: str = ""
+
+    def meta(self) -> Mapping[str, Any]:
+        return {"base": self.base} if self.base else {}
 
     def slices(self) -> Iterator[StateSlice]:
         shared, sharded = self.global_parameters(), self.states.sharded
         buffers = {name for name, _ in self.module.named_buffers()}
-        for name, tensor in named_state(self.module):
+        for name, tensor in saved_state(self.module, self.base):
             if name not in sharded and self.holders.has(name):
                 copies = SliceCopies.PER_REPLICA if name in buffers else SliceCopies.REPLICATED
                 yield StateSlice.whole(f"model/{name}", shared.get(name, tensor), copies)
         copies = SliceCopies.SPARE if self.states.has_spare_parameters else SliceCopies.SHARDED
+        saved = {name for name, _ in saved_state(self.module, self.base)}
         for name, (param, rows, tensor) in sharded.items():
-            if rows.count:
+            if rows.count and name in saved:
                 yield StateSlice(row_slice(f"model/{name}", param, rows, tensor), tensor, copies)
 
     def wanted(self, source: StateSource) -> Iterator[StateSlice]:
@@ -63,6 +71,7 @@ class Weights(Stateful):
 
     def check(self, source: StateSource) -> None:
         check_plain(self.module)
+        check_base(source.meta.get("base", ""), self.base, source.label)
         if why := self.cause(source, frozenset()):
             raise CheckpointMismatch(why)
         for one in self.slices():
@@ -83,9 +92,10 @@ class Weights(Stateful):
 
 
 @torch.no_grad()
-def read_model(module: nn.Module, directory: Path) -> int:
+def read_model(module: nn.Module, directory: Path, base: str = "") -> int:
     """Fill a module from the newest good checkpoint in `directory` and return its step.
 
+    `base`: digest of the model that an adapter is on, "" without one; its frozen weights are in the module already.
     Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
     """
     if not list_checkpoints(directory):
@@ -96,7 +106,8 @@ def read_model(module: nn.Module, directory: Path) -> int:
             f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
             "on the same hosts in a directory that all ranks share, or train with plan.sharding zero2 from the start"
         )
-    for name, tensor in named_state(module):
+    check_base(checkpoint.meta.get("base", ""), base, str(checkpoint.folder))
+    for name, tensor in saved_state(module, base):
         tensor.copy_(checkpoint.read(f"model/{name}"))
     return int(checkpoint.meta["step"])
 
@@ -108,6 +119,33 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module.named_buffers():
         if name in persistent:
             yield name, buffer
+
+
+def saved_state(module: nn.Module, base: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a checkpoint saves of `named_state`: all, or with a base what is not frozen in it."""
+    if not base:
+        yield from named_state(module)
+        return
+    own = {one.name for one in adapter_tensors(module)}
+    blocks = {id(held) for layer in quantized_layers(module).values() for held in layer.buffers()}
+    for name, tensor in named_state(module):
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in own
+        if not is_frozen and id(tensor) not in blocks:
+            yield name, tensor
+
+
+def check_base(stored: str, base: str, label: str) -> None:
+    """Raise CheckpointMismatch unless a checkpoint was saved with this base model: the digests must be equal."""
+    if stored != base:
+        kinds = {False: "the weights of a whole model", True: "those of an adapter alone"}
+        raise CheckpointMismatch(
+            f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains {kinds[bool(base)]}"
+            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
+        )
+
+
+def _digest(base: str) -> str:
+    return f", on the base with digest {base}" if base else ""
 
 
 def check_plain(module: nn.Module) -> None:

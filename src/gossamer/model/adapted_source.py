@@ -1,0 +1,49 @@
+"""A model source whose model has an adapter on frozen weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gossamer.model.adapter import Adapter, adapt, adapter_tensors, redraw
+from gossamer.model.source._digest import digest
+from gossamer.model.source._weights import give
+from gossamer.model.wrapped_source import WrappedSource
+from gossamer.spec.method_config import MethodConfig, Written
+
+
+@dataclass(frozen=True)
+class AdaptedSource(WrappedSource):
+    """The source of the model that `inner` builds, with an adapter. `written`: the adapter as it is configured."""
+
+    adapter: Adapter
+    written: Written
+
+    def describe(self) -> str:
+        return f"{self.inner.describe()}, with {MethodConfig.parse(self.written).name}"
+
+    def build(self, seed: int) -> nn.Module:
+        module = self.inner.build(seed)
+        adapt(module, self.adapter, seed)
+        return module
+
+    def bare(self, seed: int) -> nn.Module:
+        module = self.inner.bare(seed)
+        adapt(module, self.adapter, seed)
+        return module
+
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+        """Read the weights of the base, then draw the adapter's tensors, which may follow from these weights."""
+        own = {one.name: one.tensor for one in adapter_tensors(module)}
+        self.inner.load(module, names - own.keys(), seed=seed)
+        for name in names & own.keys():
+            give(module, name, torch.empty(own[name].shape, dtype=own[name].dtype))
+        redraw(module, self.adapter, names & own.keys(), seed)
+
+    def base_digest(self, seed: int) -> str:
+        return digest([self.inner.fingerprint(), None if self.inner.has_weights else seed])
+
+    def fingerprint(self) -> str:
+        return digest([self.inner.fingerprint(), self.written])

@@ -1,0 +1,118 @@
+"""Adapters: a few trained numbers beside the frozen weights of a model's linear layers, one kind per file.
+
+The layers are peft's. An adapter is parameters like any others: exchanges, stages, sharded states, islands and
+checkpoints treat it as they treat a weight. A base weight keeps the name that it has without an adapter
+(`q_proj.weight`), and an adapter's tensors have their slot's name (`q_proj.lora_A.weight`), although peft holds them at
+`q_proj.base_layer.weight` and `q_proj.lora_A.default.weight`. Both names are registered for one tensor, as tied weights
+are, and the short one comes first.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.model.adapter import _peft
+from gossamer.model.adapter._peft import folder_files as adapter_folder
+from gossamer.model.adapter._peft import merge
+from gossamer.model.adapter._targets import targets_of
+from gossamer.model.seeded import seeded
+from gossamer.model.unit_seeds import mix
+from gossamer.spec.registry import Registry
+
+__all__ = [
+    "Adapter",
+    "AdapterTensor",
+    "KEY",
+    "REGISTRY",
+    "adapt",
+    "adapter_folder",
+    "adapter_tensors",
+    "build",
+    "merge",
+    "names",
+    "redraw",
+]
+
+KEY = "model.adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTensor:
+    """One tensor of an adapter.
+
+    `layer`: the peft layer that holds it; `slot`: its attribute there, such as lora_A; `name`: its canonical name.
+    """
+
+    layer: Any
+    slot: str
+    name: str
+    tensor: Tensor
+
+
+class Adapter(ABC):
+    """An adapter: a frozen dataclass of settings.
+
+    `targets`: patterns (regular expressions) of the linear layers to adapt, each found somewhere in a layer's path;
+    empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
+    quantized blocks.
+    """
+
+    targets: tuple[str, ...]
+    takes_blocks: ClassVar[bool] = False
+
+    @abstractmethod
+    def config(self, paths: Sequence[str]) -> Any:
+        """Return peft's configuration of this adapter on the linear layers at `paths`."""
+
+    @abstractmethod
+    def draw(self, of: AdapterTensor) -> None:
+        """Set a tensor to its initial values, in place; random ones come from torch's default generator."""
+
+    def is_trained(self, slot: str) -> bool:
+        """Return whether training changes the tensors of a slot."""
+        return True
+
+    def merging_changes(self) -> str:
+        """Return what merging into the weights would lose, in words; "" if the merged model computes the same."""
+        return ""
+
+
+REGISTRY: Registry[Adapter] = Registry(__name__, Adapter)  # type: ignore[type-abstract]
+names, build = REGISTRY.names, REGISTRY.build
+
+
+def adapt(module: nn.Module, adapter: Adapter, seed: int) -> None:
+    """Put `adapter` on the linear layers of `module`, in place, and freeze everything else.
+
+    The layers compute what they computed before. Initial values are a function of `seed` and of each tensor's name.
+    Raises BadInput for a pattern that finds no linear layer.
+    """
+    paths = targets_of(module, adapter.targets, key=f"{KEY}.targets")
+    _peft.inject(module, adapter.config(paths))
+    _peft.give_short_names(module)
+    for one in adapter_tensors(module):
+        one.tensor.requires_grad_(adapter.is_trained(one.slot))
+    redraw(module, adapter, frozenset(one.name for one in adapter_tensors(module)), seed)
+
+
+@torch.no_grad()
+def redraw(module: nn.Module, adapter: Adapter, names: frozenset[str], seed: int) -> None:
+    """Set the adapter's tensors that are named in `names` to their initial values."""
+    for one in adapter_tensors(module):
+        if one.name in names:
+            with seeded(mix(seed, zlib.crc32(one.name.encode()))):
+                adapter.draw(one)
+
+
+def adapter_tensors(module: nn.Module) -> Iterator[AdapterTensor]:
+    """Yield the tensors of the adapter in `module`, trained or not; none if it has no adapter."""
+    for path, layer in module.named_modules():
+        for slot, tensor in _peft.slots(layer):
+            yield AdapterTensor(layer, slot, f"{path}.{slot}.weight" if path else f"{slot}.weight", tensor)
