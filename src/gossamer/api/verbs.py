@@ -351,7 +351,8 @@ def export(
 
     target = Path(target)
     if target.exists():
-        raise BadInput(f"{target} exists already: nothing was written. Name a new one, or remove that one")
+        new = "file" if to == "gguf" else "folder"
+        raise BadInput(f"{target} exists already: nothing was written. Name a new {new}, or remove that one")
     if to != "gguf" and type is not None:
         raise bad_input(
             wanted="a type with --to gguf alone",

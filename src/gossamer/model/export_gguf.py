@@ -32,7 +32,9 @@ GgufType = Literal["f16", "q8_0"]
 Held = Tensor | QuantizedLinear  # what holds a tensor: a quantized layer is decoded when its turn comes
 _FILE_TYPE = {"f16": 1, "q8_0": 7}  # general.file_type: most tensors are of it
 _BLOCK = 32  # elements of a Q8_0 block
-_SLAB = 1 << 20  # elements that are quantized at a time
+_SLAB = 1 << 20  # elements that are converted at a time
+_HALF, _SINGLE = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
+_LARGEST = {"F32": _SINGLE, "F16": _HALF, "Q8_0": 127 * _HALF}
 
 
 def export_gguf(
@@ -144,30 +146,32 @@ def _contents(
         yield _encoded(planned, tensor)
 
 
-def _encoded(planned: GgufTensor, tensor: Tensor) -> NDArray[Any]:
-    """Return the values of a tensor in its type. Raises BadInput for values that it cannot hold."""
-    if planned.kind == "Q8_0":
-        found = _blocks(tensor)
-        finite = bool(torch.isfinite(tensor).all()) and float(tensor.abs().max()) / 127 <= torch.finfo(torch.half).max
+def _encoded(planned: GgufTensor, tensor: Tensor) -> NDArray[np.uint8]:
+    """Return a tensor as the file holds it, (rows, bytes of a row), made in slabs of rows.
+
+    Raises BadInput for values that its type cannot hold.
+    """
+    rows = tensor.reshape(len(tensor) if tensor.ndim > 1 else 1, -1)
+    out = np.empty((len(rows), planned.nbytes // len(rows)), np.uint8)
+    step = max(1, _SLAB // rows.shape[1])
+    for start in range(0, len(rows), step):
+        slab = rows[start : start + step]
+        largest = float(slab.abs().max())
+        if not largest <= _LARGEST[planned.kind]:  # nor where it is not a number
+            raise bad_input(
+                wanted=f"finite values that {planned.kind} can hold in {planned.name}",
+                got=f"values up to {largest:.3g}",
+                do="export with --to hf",
+            )
+        out[start : start + step] = _slab(planned.kind, slab)
+    return out
+
+
+def _slab(kind: str, slab: Tensor) -> NDArray[np.uint8]:
+    if kind == "Q8_0":
+        package = gguf_package()
+        made = package.quantize(slab.float().contiguous().numpy(), package.GGMLQuantizationType.Q8_0)
     else:
-        made = tensor.to(torch.float16 if planned.kind == "F16" else torch.float32).contiguous()
-        found, finite = made.numpy(), bool(torch.isfinite(made).all())
-    if not finite:
-        raise bad_input(
-            wanted=f"finite values that {planned.kind} can hold in {planned.name}",
-            got=f"values up to {float(tensor.float().abs().max()):.3g}",
-            do="export with --to hf",
-        )
+        made = slab.to(torch.float16 if kind == "F16" else torch.float32).contiguous().numpy()
+    found: NDArray[np.uint8] = made.view(np.uint8)
     return found
-
-
-def _blocks(tensor: Tensor) -> NDArray[Any]:
-    """Return (rows, bytes of a row) Q8_0 blocks, made in slabs: at once they take several copies in float32."""
-    package = gguf_package()
-    rows, width = tensor.shape
-    step = max(1, _SLAB // width)
-    made = [
-        package.quantize(tensor[start : start + step].float().contiguous().numpy(), package.GGMLQuantizationType.Q8_0)
-        for start in range(0, rows, step)
-    ]
-    return np.concatenate(made)

@@ -54,7 +54,7 @@ def gguf_package() -> Any:
 
 
 def check_new(target: Path) -> None:
-    """Raise BadInput if there is something at `target`, or no folder to hold it."""
+    """Raise BadInput if there is something at `target`."""
     if target.exists() or target.is_symlink():
         raise bad_input(
             wanted="a new file to export into",

@@ -1,8 +1,8 @@
 """gguf: the blocks of a tensor in a GGUF file as they are, lossless: decoded bit for bit as the package gguf does.
 
-`type` is llama.cpp's: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K are decoded with torch, all other types of the package through
-the package itself. Every operation is the package's, in its order and in float32 (gguf/quants.py); layout of blocks:
-ggml-common.h of llama.cpp.
+`type` is llama.cpp's: F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K and Q6_K are decoded with torch, all other types of the package
+through the package itself. Every operation is the package's, in its order and in float32 (gguf/quants.py); layout of
+blocks: ggml-common.h of llama.cpp.
 """
 
 from __future__ import annotations
@@ -78,10 +78,7 @@ def decode_with_package(codes: Tensor, type: str, columns: int) -> Tensor:
     package = gguf_package()
     raw = np.ascontiguousarray(codes.cpu().numpy())
     kind = package.GGMLQuantizationType[type]
-    if type in ("F32", "F16"):  # the package wants these as numbers
-        found = raw.view(np.float32 if type == "F32" else np.float16).astype(np.float32)
-    else:
-        found = package.dequantize(raw, kind)
+    found = raw.view(np.float32) if type == "F32" else package.dequantize(raw, kind)
     return torch.from_numpy(np.array(found, np.float32).reshape(codes.shape[0], columns)).to(codes.device)
 
 
@@ -135,7 +132,13 @@ def _q6_k(raw: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * codes).flatten(1)
 
 
+def _bf16(raw: Tensor) -> Tensor:
+    return raw.contiguous().view(torch.bfloat16).float()
+
+
 _WITH_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "F16": _half,
+    "BF16": _bf16,
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
