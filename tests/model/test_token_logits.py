@@ -75,7 +75,7 @@ def test_tokens_and_logits_are_those_of_the_whole_sequence(family: str) -> None:
         assert tokens(cached, [9, 6, 7, 8], temperature=1.0) == expected
     assert computed == [4] + [1] * 39 and len(set(expected)) > 4
     dialogue = [9, 6, 7, 8, *expected]
-    for ids in (dialogue + [9, 10, 11], dialogue + [9, 10, 12], dialogue[:20] + [13], dialogue[:20] + [13], [4]):
+    for ids in ([*dialogue, 9, 10, 11], [*dialogue, 9, 10, 12], [*dialogue[:20], 13], [*dialogue[:20], 13], [4]):
         assert torch.allclose(cached.after(ids), whole(module, ids), atol=1e-4)
 
 

@@ -8,9 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.data.tokenizer._bytes import Bytes
 from gossamer.data.tokenizer._fast import load
+from gossamer.data.tokenizer._files import TEMPLATE
 from gossamer.spec.errors import BadInput
 
 _IDENTITY = "identity.json"
@@ -21,10 +23,12 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return name -> content: the files from which transformers loads `tokenizer`, and one that identifies it."""
     with tempfile.TemporaryDirectory() as folder:
         files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
+    template = tokenizer.template
     identity = {
         "fingerprint": tokenizer.fingerprint,
         "vocabulary": tokenizer.vocabulary,
         "separator": tokenizer.separator,
+        "template": template and {"bos_token": template.bos_token, "eos_token": template.eos_token},
         "sha256": {name: hashlib.sha256(text).hexdigest() for name, text in files.items()},
     }
     return {**files, _IDENTITY: (json.dumps(identity, indent=1) + "\n").encode("ascii")}
@@ -40,6 +44,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         texts = {name: (folder / name).read_bytes() for name in identity["sha256"]}
         changed = [name for name, text in texts.items() if hashlib.sha256(text).hexdigest() != identity["sha256"][name]]
         separator = "" if changed else json.loads(texts["tokenizer_config.json"])["eos_token"]
+        named = identity.get("template")  # None: there is none, or an earlier version wrote the files
+        template = ChatTemplate(texts[TEMPLATE].decode("utf-8"), **named) if named else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         do = "restore the files that the run wrote"
@@ -48,5 +54,5 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         do = "restore the file that the run wrote"
         raise BadInput(f"{folder / changed[0]} has changed since the run wrote it (other SHA-256): {do}", key=_KEY)
     if identity["fingerprint"] == Bytes().fingerprint:  # needs no package
-        return Bytes()
-    return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY)
+        return Bytes(template=template)
+    return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY, template=template)

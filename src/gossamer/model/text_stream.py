@@ -24,7 +24,8 @@ class TextStream:
     """The text of tokens that are appended to `given`: together the pieces are what decoding all at once gives.
 
     A piece is held back while it ends with bytes that further tokens may complete. Only the last tokens are decoded
-    each time; those before them are their context, as decoders drop a space at the start of a text.
+    each time; those before them are their context, as decoders drop a space at the start of a text. For bytes that are
+    no UTF-8 at all, a decoder that reads a run of them as one (SentencePiece's) may write otherwise than all at once.
     """
 
     def __init__(self, tokenizer: TextCoder, given: Sequence[int]) -> None:
@@ -37,7 +38,7 @@ class TextStream:
         """Append a token; return the text that is final now, perhaps none."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
-        if text.endswith(_TORN) or not text.startswith(self._before) or len(text) == len(self._before):
+        if text.endswith(_TORN) or len(text) <= len(self._before):
             return ""
         piece = text[len(self._before) :]
         self._ids = self._ids[self._written :]  # the tokens of this piece are the context of the next
