@@ -507,19 +507,18 @@ def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str,
         def decode(self, ids: Iterable[int]) -> str:
             raise ValueError("no such letter")
 
-    class Failing:
-        def draw(self, *args: Any) -> int:
-            raise RuntimeError("nothing to choose from")
+    def fail(*args: Any, **rest: Any) -> Any:
+        raise RuntimeError("nothing to choose from")
 
-    sampling, words = text_sampling.SAMPLING, text_sampling._Words
+    draw, words = text_sampling.sample_token, text_sampling._Words
     if fault == "decode":
         text_sampling._Words = lambda inner: words(Broken())
     elif seat.rank == seat.ranks - 1:
-        text_sampling.SAMPLING = Failing()  # type: ignore[assignment]
+        text_sampling.sample_token = fail
     try:
         return train(seat, **given)
     finally:
-        text_sampling.SAMPLING, text_sampling._Words = sampling, words
+        text_sampling.sample_token, text_sampling._Words = draw, words
 
 
 def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
