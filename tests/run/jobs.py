@@ -507,18 +507,19 @@ def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str,
         def decode(self, ids: Iterable[int]) -> str:
             raise ValueError("no such letter")
 
-    def fail(*args: Any, **rest: Any) -> Any:
-        raise RuntimeError("nothing to choose from")
+    class Failing:
+        def draw(self, *args: Any) -> int:
+            raise RuntimeError("nothing to choose from")
 
-    draw, words = text_sampling.sample_token, text_sampling._Words
+    sampling, words = text_sampling.SAMPLING, text_sampling._Words
     if fault == "decode":
         text_sampling._Words = lambda inner: words(Broken())
     elif seat.rank == seat.ranks - 1:
-        text_sampling.sample_token = fail
+        text_sampling.SAMPLING = Failing()  # type: ignore[assignment]
     try:
         return train(seat, **given)
     finally:
-        text_sampling.sample_token, text_sampling._Words = draw, words
+        text_sampling.SAMPLING, text_sampling._Words = sampling, words
 
 
 def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:

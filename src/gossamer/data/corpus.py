@@ -99,6 +99,8 @@ def open_corpus(
     manifest = {**known, "settings": settings}
     remarks = (text.remark(), found.remark(), *([] if rendering is None else remarks_on(known, streams, sequence)))
     said = "; ".join(filter(None, remarks))
+    if rendering is not None:  # the template in use, perhaps another than the tokenizer's own
+        words = words.with_template(rendering.template)
     return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, said, text.stamp())
 
 

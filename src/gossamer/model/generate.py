@@ -1,15 +1,17 @@
-"""Text generation with any model that returns logits: one window, one forward per token, no cache."""
+"""Text generation with any model that returns logits: one window, from a key-value cache where the model has one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gossamer.model.forward_adapter import ForwardAdapter, caller_of
-from gossamer.model.side_effects import gradless
+from gossamer.model.next_logits import next_logits_of
+from gossamer.model.text_stream import TextStream
+from gossamer.model.token_sampling import TokenSampling, check_least
 from gossamer.spec.errors import bad_input
 
 
@@ -25,6 +27,9 @@ class TextCoder(Protocol):
         ...
 
 
+Choose = Callable[[Sequence[int]], int]  # the next token, from the last tokens
+
+
 def generate(
     module: nn.Module,
     tokenizer: TextCoder,
@@ -33,90 +38,88 @@ def generate(
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     window: int = 256,
     stop: int | None = None,
 ) -> str:
     """Generate up to `tokens` tokens after `prompt`; return them as text, without the prompt.
 
-    Every token is drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all); temperature 0 takes the
-    likeliest. The model sees the last `window` tokens. Ends early after the token `stop`, which is left out. Equal
-    arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
+    Every token is drawn as `TokenSampling` says. The model sees the last `window` tokens. While they fit, a
+    transformers model computes each token once and keeps its keys and values; when the window is full it slides by one
+    token, and all of it is computed at every token, as for other modules. Ends early after the token `stop`, which is
+    left out. Equal arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
     """
-    _check(tokens=tokens, temperature=temperature, top_k=top_k, window=window)
+    sampling = TokenSampling(temperature, top_k, top_p)
+    check_least(tokens=(tokens, 1), window=(window, 1))
     check_prompt(prompt, key="prompt")
-    generator = torch.Generator().manual_seed(seed)
-    caller, was_training = caller_of(module), module.training
+    with choosing(module, sampling, seed) as choose:
+        return continue_text(tokenizer, prompt, choose, tokens=tokens, window=window, stop=stop)
 
-    def choose(ids: Sequence[int]) -> int:
-        return sample_token(_next_logits(module, caller, ids), generator, temperature=temperature, top_k=top_k)
 
+def generate_pieces(
+    module: nn.Module,
+    tokenizer: TextCoder,
+    prompt: str,
+    *,
+    sampling: TokenSampling,
+    tokens: int = 200,
+    seed: int = 0,
+    window: int = 256,
+    stop: int | None = None,
+) -> Iterator[str]:
+    """Yield the text that `generate` returns, in pieces, each as soon as it is final. Raises BadInput."""
+    check_least(tokens=(tokens, 1), window=(window, 1))
+    check_prompt(prompt, key="prompt")
+    given, first = _given(tokenizer, prompt, stop)
+    stream = TextStream(tokenizer.decode, given)
+    with choosing(module, sampling, seed) as choose:
+        for token in next_tokens(given or [first], choose, tokens=tokens, window=window, stop=stop):
+            yield stream.push(token)
+    yield stream.end()
+
+
+@contextmanager
+def choosing(module: nn.Module, sampling: TokenSampling, seed: int) -> Iterator[Choose]:
+    """Set `module` to evaluation mode in this context; yield the function that draws the token after given ids."""
+    generator, was_training = torch.Generator().manual_seed(seed), module.training
     module.eval()
     try:
-        return continue_text(tokenizer, prompt, choose, tokens=tokens, window=window, stop=stop)
+        logits = next_logits_of(module)
+        yield lambda ids: sampling.draw(logits.after(ids), generator)
     finally:
         module.train(was_training)
 
 
 def continue_text(
-    tokenizer: TextCoder,
-    prompt: str,
-    choose: Callable[[Sequence[int]], int],
-    *,
-    tokens: int,
-    window: int,
-    stop: int | None = None,
+    tokenizer: TextCoder, prompt: str, choose: Choose, *, tokens: int, window: int, stop: int | None = None
 ) -> str:
     """Return the text that `choose` appends to the prompt, token by token, without the prompt.
 
     `choose` gets the last `window` token ids and returns the next.
     """
-    given = [int(i) for i in tokenizer.encode(prompt)]
-    ids = list(given) or [stop if stop is not None else 0]
-    for _ in range(tokens):
-        chosen = choose(ids[-window:])
-        if chosen == stop:
-            break
-        ids.append(chosen)
+    given, first = _given(tokenizer, prompt, stop)
+    found = list(next_tokens(given or [first], choose, tokens=tokens, window=window, stop=stop))
     before = tokenizer.decode(given)
-    return tokenizer.decode(ids if given else ids[1:])[len(before) :]  # decoded alone, a first space may get lost
+    return tokenizer.decode([*given, *found])[len(before) :]  # decoded alone, a first space may get lost
 
 
-def _next_logits(module: nn.Module, caller: ForwardAdapter, ids: Sequence[int]) -> Tensor:
-    """Return the logits of the token after `ids`: (vocabulary,) float32 on the CPU."""
-    first = next(module.parameters(), None)
-    batch = {"input_ids": torch.tensor([ids], device=first.device if first is not None else None)}
-    return gradless(lambda: logits_of(caller(module, batch))[0, -1].float().cpu())
+def next_tokens(
+    ids: Sequence[int], choose: Choose, *, tokens: int, window: int, stop: int | None = None
+) -> Iterator[int]:
+    """Yield up to `tokens` tokens that `choose` appends to `ids`; end before `stop`."""
+    known = list(ids)
+    for _ in range(tokens):
+        chosen = choose(known[-window:])
+        if chosen == stop:
+            return
+        known.append(chosen)
+        yield chosen
 
 
-def logits_of(output: Any) -> Tensor:
-    """Return the logits (batch, sequence, vocabulary) in the output of a forward without labels.
-
-    Raises BadInput if there are none.
-    """
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, dict):
-        logits = output.get("logits")
-    if logits is None and isinstance(output, tuple | list):
-        logits = next((o for o in output if isinstance(o, Tensor) and o.ndim == 3), None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise bad_input(
-            wanted="logits (batch, sequence, vocabulary) from a forward without labels",
-            got=f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__} without logits",
-            do="let forward return its logits where no labels are given",
-            key="model",
-        )
-    return logits
-
-
-def sample_token(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int) -> int:
-    """Draw one token from `logits` (vocabulary,), as `generate` describes."""
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < logits.numel():
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+def _given(tokenizer: TextCoder, prompt: str, stop: int | None) -> tuple[list[int], int]:
+    """Return the tokens of the prompt, and the one that an empty prompt begins after."""
+    return [int(i) for i in tokenizer.encode(prompt)], stop if stop is not None else 0
 
 
 def check_prompt(prompt: str, *, key: str) -> None:
@@ -126,16 +129,3 @@ def check_prompt(prompt: str, *, key: str) -> None:
     except UnicodeEncodeError:
         got = f"{prompt!a}, in which bytes are not UTF-8"
         raise bad_input(wanted="UTF-8 text", got=got, do="write it again in UTF-8", key=key) from None
-
-
-def _check(*, tokens: int, temperature: float, top_k: int, window: int) -> None:
-    for name, value, least in (
-        ("tokens", tokens, 1),
-        ("temperature", temperature, 0),
-        ("top_k", top_k, 0),
-        ("window", window, 1),
-    ):
-        if not value >= least:
-            raise bad_input(
-                wanted=f"{name} of at least {least}", got=str(value), do=f"set it to {least} or more", key=name
-            )

@@ -64,6 +64,10 @@ class Tokenizer(ABC):
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the files from which transformers' AutoTokenizer loads this tokenizer; return their paths."""
 
+    @abstractmethod
+    def with_template(self, template: ChatTemplate) -> Tokenizer:
+        """Return this tokenizer with another chat template."""
+
     def encode(self, text: str) -> Ids:
         """Return the token ids (n,) of one text, without separator."""
         return self.spans([text])[0].ids

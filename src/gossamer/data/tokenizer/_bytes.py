@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,13 @@ class Bytes(Tokenizer):
         given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         return given[given < _SEPARATOR_ID].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
+    def with_template(self, template: ChatTemplate) -> Bytes:
+        return replace(self, template=template)
+
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the tokenizer as a byte-level BPE without merges, whose ids are the bytes."""
-        return write_files(directory, json.dumps(_tokenizer_json(), ensure_ascii=False), separator=SEPARATOR)
+        text = json.dumps(_tokenizer_json(), ensure_ascii=False)
+        return write_files(directory, text, separator=SEPARATOR, template=self.template)
 
 
 def _with_separators(text: str) -> Spans:
