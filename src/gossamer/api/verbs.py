@@ -405,7 +405,7 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     run_dir = Path(summary["directory"])
     said = "Now it writes a sample, and zlib, xz and byte counts are measured on the same text."
     Console(stderr=True).print(said, highlight=False)
-    from gossamer.job.worker import corpus_of
+    from gossamer.job.training_data import corpus_of
     from gossamer.model.generate import generate
 
     found, corpus = load(run_dir), corpus_of(config.data)
