@@ -179,7 +179,8 @@ def test_messages_are_those_that_the_pages_quote(
 ) -> None:
     def up_to_the_model(resolved: Any, **rest: Any) -> dict[str, Any]:
         """What `gossamer train` does before it trains, here and in its workers."""
-        from gossamer.job.worker import corpus_of, origin_for
+        from gossamer.job.training_data import corpus_of
+        from gossamer.job.worker import origin_for
 
         verbs._planned(resolved, rest["plan"], rest["hosts"], rest["node"])
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))

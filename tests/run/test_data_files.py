@@ -9,7 +9,7 @@ import pytest
 
 from gossamer.data import Corpus
 from gossamer.job.data_files import check_data_files, keep_data_files
-from gossamer.job.worker import corpus_of
+from gossamer.job.training_data import corpus_of
 from gossamer.spec.config import DataSection
 from gossamer.spec.errors import BadInput
 

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
 
     from gossamer.job.trained_run import TrainedRun
+    from gossamer.model.chat import Chat
 
 _log = logging.getLogger(__name__)
 
@@ -331,6 +332,47 @@ def sample(
     return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
+def stream(
+    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> Iterator[str]:
+    """Yield the text that `sample` returns, in pieces, each as soon as it is final."""
+    from gossamer.model.generate import TokenChoice
+    from gossamer.model.generate import stream as streamed
+
+    found, choice = load(run_dir), TokenChoice(temperature=temperature, top_k=top_k)
+    yield from streamed(found.module, found.words(), prompt, tokens=tokens, choice=choice, seed=seed)
+
+
+def chat(
+    model: str | Path,
+    *,
+    system: str = "",
+    template: str | Path | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.7,
+    top_k: int = 50,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Chat:
+    """Begin a dialogue with the model of a run, of a Hugging Face folder or of a GGUF file (`gossamer chat`).
+
+    template: a file with a chat template, in place of the tokenizer's own. The result, a `gossamer.model.chat.Chat`,
+    answers: `chat.ask("Hello")` returns text, `chat.stream("Hello")` yields it in pieces; `reset`, `undo`, `system` and
+    `save` change or keep the dialogue. Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.chat_model import ChatSettings, open_chat
+    from gossamer.model.generate import TokenChoice
+
+    settings = ChatSettings(
+        system=system,
+        template=None if template is None else Path(template),
+        max_new_tokens=max_new_tokens,
+        choice=TokenChoice(temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+    )
+    return open_chat(Path(model), settings)
+
+
 def export(
     run_dir: str | Path,
     target: str | Path,
@@ -383,7 +425,7 @@ def demo_command(*, seconds: float | None = None) -> dict[str, Any]:
     run_dir = Path(summary["directory"])
     said = "Now it writes a sample, and zlib, xz and byte counts are measured on the same text."
     Console(stderr=True).print(said, highlight=False)
-    from gossamer.job.worker import corpus_of
+    from gossamer.job.training_data import corpus_of
     from gossamer.model.generate import generate
 
     found, corpus = load(run_dir), corpus_of(config.data)

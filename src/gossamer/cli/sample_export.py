@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Literal
 
 from gossamer.api import verbs
-from gossamer.cli.output import CommandResult, Json
+from gossamer.cli.output import CommandResult, Json, write_piece
 from gossamer.spec.errors import bad_input
 
 
@@ -47,6 +48,14 @@ def sample(
             raise bad_input(
                 wanted=f"a number >= {least}", got=f"{value:g}", do=f"give {least} or more", key=f"--{name}"
             )
+    if sys.stdout.isatty() and not json:
+        write_piece(prompt)
+        for piece in verbs.stream(
+            run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+        ):
+            write_piece(piece)
+        write_piece("\n")
+        return CommandResult({})
     said = verbs.sample(run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
     return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 

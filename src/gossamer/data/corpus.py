@@ -76,7 +76,8 @@ def open_corpus(
     holdout = Holdout.of(found, validation, whole=text.whole)
     identity = _hash(found.sha256, asdict(holdout))
     words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
-    rendering = text.rendering(words)
+    if (rendering := text.rendering(words)) is not None:
+        words = words.with_template(rendering.template)  # the one in use, for whoever keeps the tokenizer
     fingerprint = _hash(_FORMAT, identity, words.fingerprint, *([rendering.identity] if rendering else []))
     folder = where / "corpora" / fingerprint[:32]
     known = _kept(folder) or _tokenized(_Reading(text, found, holdout, words, rendering), folder)

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.data.tokenizer._bytes import Bytes
 from gossamer.data.tokenizer._fast import load
@@ -31,7 +32,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer whose `tokenizer_files` are in `folder`: it gives the same ids for every text.
+    """Read the tokenizer whose `tokenizer_files` are in `folder`, with its chat template: the same ids for every text.
 
     Raises BadInput for files that are missing, or changed since they were written.
     """
@@ -47,6 +48,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     if changed:
         do = "restore the file that the run wrote"
         raise BadInput(f"{folder / changed[0]} has changed since the run wrote it (other SHA-256): {do}", key=_KEY)
+    template = _template(folder, texts)
     if identity["fingerprint"] == Bytes().fingerprint:  # needs no package
-        return Bytes()
-    return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY)
+        return Bytes(template=template)
+    return load(texts["tokenizer.json"].decode("utf-8"), separator=separator, key=_KEY, template=template)
+
+
+def _template(folder: Path, texts: dict[str, bytes]) -> ChatTemplate | None:
+    """Return the template in a run's folder with the tokens it had: the configuration beside it also names a pad."""
+    found = ChatTemplate.read(folder)
+    if found is None or ChatTemplate.TOKENS_FILE not in texts:  # none, or one that the user has put there
+        return found
+    return ChatTemplate.of(found.source, json.loads(texts[ChatTemplate.TOKENS_FILE]), origin=found.origin)

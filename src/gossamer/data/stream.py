@@ -35,7 +35,7 @@ class Stream:
     lengths: Ids
     starts: Int64
     separator: int
-    learnt: NDArray[np.uint8] | None = None  # None: all are
+    learnt: Ids | None = None  # None: all are
 
     @property
     def bytes(self) -> int:

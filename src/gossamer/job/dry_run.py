@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from gossamer.data import decode_preview
+from gossamer.data import Corpus, decode_preview
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, origin_for
+from gossamer.job.training_data import TrainingData, training_data
+from gossamer.job.worker import origin_for
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.plan_file import read_plan
@@ -18,7 +19,6 @@ from gossamer.partition.rank_model import build_rank_model
 from gossamer.partition.request import PartitionRequest
 from gossamer.partition.stage_memory import state_bytes_of
 from gossamer.recipe import Recipe
-from gossamer.run.batches import TextBatches
 from gossamer.run.start_checks import check_before_start
 from gossamer.spec.config import RunConfig
 from gossamer.spec.units import show_bytes, show_gib
@@ -26,8 +26,8 @@ from gossamer.spec.units import show_bytes, show_gib
 
 def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     """Return the plan, its cost estimate, the model, and three samples as the model will see them. Raises BadInput."""
-    corpus = corpus_of(config.data)
-    origin = origin_for(config, corpus)
+    data = training_data(config)
+    origin = origin_for(config, data.corpus)
     hosts = max(1, len(config.machines.hosts))
     ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         config=config,
         ranks=ranks,
         rank=0,
-        batches=TextBatches(corpus.train),
+        batches=data.train,
         objective=Recipe.loss_of(config),
         device=device,
         local_ranks=ranks // hosts,
@@ -44,7 +44,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
     )
     plan = held.plan
-    parts = replace(parts_of(asked, held, validation=None, words=corpus.tokenizer), device=cpu)
+    parts = replace(parts_of(asked, held, validation=None, words=data.tokenizer), device=cpu)
     check_before_start(parts)
     facts = facts_of(parts.outline)
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
@@ -52,8 +52,9 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     return {
         "model": f"{origin.describe()}, {facts.parameters:,} parameters",
         "data": {
-            "training": f"{len(corpus.train):,} sequences of {config.data.sequence} tokens",
-            "validation": f"{len(corpus.validation):,} sequences",
+            "training": f"{len(data.train):,} sequences{_of_tokens(config, data)}",
+            "validation": f"{0 if data.validation is None else len(data.validation):,} sequences",
+            **({"remark": data.description.remark} if data.description.remark else {}),
         },
         "plan": plan.model_dump(mode="json", exclude={"forecast"}),
         "forecast": {
@@ -62,8 +63,19 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
             "wire_bytes": plan.forecast.wire_bytes,
             **({} if held.cut is None else {"pipeline": plan.reasons["pipeline_schedule"]}),
         },
-        "samples": [
-            {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels, **({"learnt": p.learnt} if p.learnt else {})}
-            for p in decode_preview(corpus.train, corpus.tokenizer, seed=config.train.seed)
-        ],
+        "samples": _samples(data.corpus, seed=config.train.seed),
     }
+
+
+def _of_tokens(config: RunConfig, data: TrainingData) -> str:
+    return "" if data.corpus is None else f" of {config.data.sequence} tokens"
+
+
+def _samples(corpus: Corpus | None, *, seed: int) -> list[dict[str, Any]]:
+    """Return the first sequences of text; of conversations with the passages that are learnt. None for other data."""
+    shown = () if corpus is None else decode_preview(corpus.train, corpus.tokenizer, seed=seed)
+    return [
+        {"text": one.text[:400], "tokens": one.tokens, "labels": one.labels}
+        | ({"learnt": [part[:400] for part in one.learnt]} if one.learnt else {})
+        for one in shown
+    ]

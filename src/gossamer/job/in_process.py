@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
-from torch.utils.data import Dataset
 
 from gossamer.data import Corpus
-from gossamer.data.tokenizer import Tokenizer
-from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, device_of, origin_for, rendezvous
+from gossamer.job.training_data import TrainingData, of_corpus, of_dataset, training_data
+from gossamer.job.worker import device_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.origin import origin_of
@@ -30,7 +28,6 @@ from gossamer.partition.model_provider import ModelProvider, ModuleSource, Origi
 from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import PlanMethods, Recipe
-from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
@@ -53,33 +50,6 @@ _ALONE = LauncherRank(
     launcher="",
     master=MasterAddress(host="127.0.0.1", port=0),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainingData:
-    """The data of a run: its corpus if it is text, its batches, its fingerprint and its description for the user."""
-
-    corpus: Corpus | None
-    train: Batches
-    validation: Batches | None
-    fingerprint: str
-    text: str
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self.corpus is None else self.corpus.tokenizer
-
-    @property
-    def description(self) -> DataDescription:
-        """The data in words and figures."""
-        if self.corpus is None:
-            return DataDescription(fingerprint=self.fingerprint, text=self.text)
-        return DataDescription(
-            fingerprint=self.fingerprint,
-            text=self.text,
-            remark=self.corpus.remark,
-            vocabulary=self.corpus.tokenizer.vocabulary,
-        )
 
 
 def train_in_process(
@@ -113,7 +83,7 @@ def _train(
     _one_rank_per_process(settings, place)
     set_threads(settings.machines.threads, place.local_ranks)
     set_memory(PlanMethods.asked(settings.plan).sharding)
-    given = _TrainingData(*_data(data, settings), text=data if isinstance(data, str) else type(data).__name__)
+    given = _data(data, settings)
     source, described, origin = _source(model, settings, given.corpus)
     base = origin.base_digest(settings.train.seed) if origin is not None else ""
     asked = _request(settings, place, given)
@@ -149,7 +119,7 @@ def _train(
     return summarize(directory)
 
 
-def _request(settings: RunConfig, place: LauncherRank, given: _TrainingData) -> PartitionRequest:
+def _request(settings: RunConfig, place: LauncherRank, given: TrainingData) -> PartitionRequest:
     return PartitionRequest(
         config=settings,
         ranks=place.ranks,
@@ -231,16 +201,22 @@ def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
         )
 
 
-def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
-    """Return the corpus (for text), the training and validation batches, and a fingerprint of the data."""
+def _data(data: Any, config: RunConfig) -> TrainingData:
+    """Return the data of the argument: text, a corpus, or a dataset."""
+    if config.data.factory is not None:
+        raise bad_input(
+            wanted="data from the argument of gossamer.train or from data.factory",
+            got="both",
+            do="leave data.factory out, or use `gossamer train`",
+            key="data.factory",
+        )
     if isinstance(data, str):
-        data = corpus_of(config.data)
+        return training_data(config)
     if isinstance(data, Corpus):
-        held_out = TextBatches(data.validation) if len(data.validation) else None
-        return data, TextBatches(data.train), held_out, data.fingerprint
-    is_numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
-    if is_numbered or isinstance(data, Dataset):
-        return None, DatasetBatches(data), None, f"{type(data).__qualname__}:{len(data)}"
+        return of_corpus(data, text=type(data).__name__)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, bytes)):
+        name = type(data).__name__
+        return of_dataset(data, text=name, fingerprint=f"{type(data).__qualname__}:{len(data)}")
     raise bad_input(
         wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
         got=_kind(data),

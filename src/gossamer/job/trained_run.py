@@ -14,7 +14,7 @@ from torch import nn
 from gossamer.data.kept import read_tokenizer
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.run_files import folder_of
-from gossamer.job.worker import corpus_of
+from gossamer.job.training_data import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint import read_model
@@ -60,7 +60,6 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
     with _standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
-            assert tokenizer is not None
             with _importing(config, here):
                 origin = _origin(directory, config, tokenizer)
                 base = origin.base_digest(config.train.seed)
@@ -70,12 +69,14 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
     return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step, base=place)
 
 
-def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
+def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer | None:
     """Return the tokenizer in the run directory, or, for runs of earlier versions, the one of its configuration and
-    text.
+    text. None for a run on the dataset of a factory.
     """
     if directory.tokenizer.is_dir():
         return read_tokenizer(directory.tokenizer)
+    if config.data.factory is not None:
+        return None
     try:
         return corpus_of(config.data).tokenizer
     except BadInput as error:
@@ -94,7 +95,7 @@ def _base_of(config: RunConfig) -> str:
     return str(path.absolute()) if path.exists() else named
 
 
-def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) -> ModelSource:
+def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer | None) -> ModelSource:
     """Return the model source for the checkpoint to fill: from the run directory, or from the configured source."""
     section = config.model
     if directory.model.is_dir() and section.adapter == "none":
@@ -106,7 +107,8 @@ def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer) ->
             "in that program, call gossamer.load(RUN_DIR, module=...) with a new module of the same structure",
             key="model",
         )
-    return origin_of(section).fitted_to_tokenizer(tokenizer.vocabulary, tokenizer.separator)
+    origin = origin_of(section)
+    return origin if tokenizer is None else origin.fitted_to_tokenizer(tokenizer.vocabulary, tokenizer.separator)
 
 
 @contextmanager

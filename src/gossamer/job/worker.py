@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from gossamer.comm.channel.store import join_store
-from gossamer.data import Corpus, open_corpus
+from gossamer.data import Corpus
 from gossamer.job.data_files import check_data_files, keep_data_files
-from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
+from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
+from gossamer.job.training_data import TrainingData, training_data
 from gossamer.launch.environment import LauncherRank
 from gossamer.launch.port import owner
 from gossamer.launch.worker import Ready, run_worker
@@ -32,9 +33,8 @@ from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.process import DONE, INTERRUPTED
 from gossamer.recipe import PlanMethods, Recipe
-from gossamer.run.batches import TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
-from gossamer.spec.config import DataSection, RunConfig
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
 from gossamer.view.run_directory import RunDirectory
@@ -62,23 +62,22 @@ def run_rank(
     set_memory(PlanMethods.asked(config.plan).sharding)
     set_threads(config.machines.threads, place.local_ranks)
     is_resumed = resume or place.start.resume_step >= 0
-    corpus = _corpus(directory, config.data, is_resumed=is_resumed)
-    origin = origin_for(config, corpus)
+    data = _data(directory, config, is_resumed=is_resumed)
+    origin = origin_for(config, data.corpus)
     device = device_of(place)
     given = read_plan(directory.plan_file, ranks=place.ranks) if directory.plan_file.exists() else None
     asked = PartitionRequest(
         config=config,
         ranks=place.ranks,
         rank=place.rank,
-        batches=TextBatches(corpus.train),
+        batches=data.train,
         objective=Recipe.loss_of(config),
         device=device,
         local_ranks=place.local_ranks,
     )
     model = planned(OriginSource(origin, config.train.seed), asked, given)
-    validation = TextBatches(corpus.validation) if config.data.validation else None
     base = origin.base_digest(config.train.seed)
-    parts = parts_of(asked, model.outline, validation=validation, words=corpus.tokenizer, base=base)
+    parts = parts_of(asked, model.outline, validation=data.validation, words=data.tokenizer, base=base)
     ready.heartbeat.at(phase="connect")
     run_job(
         RankJob(
@@ -87,13 +86,13 @@ def run_rank(
             where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),
-            data=_described(config, corpus),
+            data=data.description,
             resume=is_resumed,
             resume_step=place.start.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(
-                keep=lambda: _keep(directory, corpus, origin),
+                keep=lambda: _keep(directory, data, origin),
                 moves=ready.heartbeat.at,
                 sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
                 observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
@@ -103,49 +102,32 @@ def run_rank(
     )
 
 
-def _corpus(directory: RunDirectory, data: DataSection, *, is_resumed: bool) -> Corpus:
-    """Return the corpus of a run. Raises BadInput for a resumed run whose files of text are others now."""
-    corpus = corpus_of(data)
-    if is_resumed:
-        check_data_files(directory.data_file, corpus)
-    return corpus
+def _data(directory: RunDirectory, config: RunConfig, *, is_resumed: bool) -> TrainingData:
+    """Return the data of a run. Raises BadInput for a resumed run whose files of text are others now."""
+    data = training_data(config)
+    if is_resumed and data.corpus is not None:
+        check_data_files(directory.data_file, data.corpus)
+    return data
 
 
-def _described(config: RunConfig, corpus: Corpus) -> DataDescription:
-    """Return the training data in words and figures."""
-    return DataDescription(
-        fingerprint=corpus.fingerprint,
-        text=str(config.data.source),
-        remark=corpus.remark,
-        vocabulary=corpus.tokenizer.vocabulary,
-    )
+def _keep(directory: RunDirectory, data: TrainingData, origin: ModelSource) -> None:
+    keep(directory, data.tokenizer, origin)
+    if data.corpus is not None:
+        keep_data_files(directory.data_file, data.corpus)
 
 
-def _keep(directory: RunDirectory, corpus: Corpus, origin: ModelSource) -> None:
-    keep(directory, corpus.tokenizer, origin)
-    keep_data_files(directory.data_file, corpus)
+def origin_for(config: RunConfig, corpus: Corpus | None) -> ModelSource:
+    """Return the configured model source, fitted to the corpus (None: the data is no text).
 
-
-def origin_for(config: RunConfig, corpus: Corpus) -> ModelSource:
-    """Return the configured model source, fitted to the corpus. Raises BadInput if the two do not match."""
+    Raises BadInput if the two do not match.
+    """
+    if corpus is None:
+        return origin_of(config.model)
     words = corpus.tokenizer
     origin = origin_of(config.model).fitted_to_tokenizer(words.vocabulary, words.separator)
     check_vocabulary(origin.vocabulary(), words.vocabulary, tokenizer=str(config.data.tokenizer))
     check_sequence(origin.positions(), config.data.sequence)
     return origin
-
-
-def corpus_of(data: DataSection) -> Corpus:
-    """Return the corpus of a configuration."""
-    return open_corpus(
-        source=data.source,
-        tokenizer=data.tokenizer,
-        sequence=data.sequence,
-        pack=data.pack,
-        isolate=data.isolate,
-        validation=data.validation,
-        cache=data.cache,
-    )
 
 
 def device_of(place: LauncherRank) -> torch.device:

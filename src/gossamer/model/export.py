@@ -22,6 +22,7 @@ from gossamer.spec.errors import bad_input
 from gossamer.store.huggingface import export_adapter_directory, export_directory
 
 _KEY = "export"
+_TEMPLATE = "chat_template.jinja"
 _ONE_FILE = 1 << 62  # load_model reads one file, of any size
 
 
@@ -90,11 +91,26 @@ def files_beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Fil
         return files
     with tempfile.TemporaryDirectory() as folder:
         saved: Files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
-    if _vocabulary(files) == _vocabulary(saved):
-        return files  # the same vocabulary, with special tokens and a chat template
+    if _vocabulary(files) == _vocabulary(saved):  # the same one: its files name more special tokens
+        if tokenizer.template is not None and _template(files) != tokenizer.template.source:
+            files[_TEMPLATE] = saved[_TEMPLATE]
+        return files
     kept: Files = {name: file for name, file in files.items() if name == "generation_config.json"}
     kept.update(saved)
     return kept
+
+
+def _template(files: Files) -> Any:
+    """Return the chat template that transformers would read from tokenizer files."""
+    found = files.get(_TEMPLATE)
+    if found is not None:
+        return _read(found).decode("utf-8")
+    config = files.get("tokenizer_config.json")
+    return json.loads(_read(config)).get("chat_template") if config is not None else None
+
+
+def _read(file: bytes | Path) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
 
 
 def _vocabulary(files: Files) -> Any:
@@ -102,7 +118,7 @@ def _vocabulary(files: Files) -> Any:
     found = files.get("tokenizer.json")
     if found is None:
         return None
-    read = json.loads(found if isinstance(found, bytes) else found.read_bytes())
+    read = json.loads(_read(found))
     return read.get("model"), [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
 
 

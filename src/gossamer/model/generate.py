@@ -1,28 +1,53 @@
-"""Text generation with any model that returns logits: one window, one forward per token, no cache."""
+"""Text generation with any model that returns logits, token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.forward_adapter import ForwardAdapter, caller_of
-from gossamer.model.side_effects import gradless
+from gossamer.model.text_stream import TextCoder, pieces
+from gossamer.model.token_logits import token_logits
 from gossamer.spec.errors import bad_input
 
+Choose: TypeAlias = Callable[[Sequence[int]], int]  # the ids that a model sees -> the next
 
-class TextCoder(Protocol):
-    """The part of a tokenizer that text generation needs: `encode` and `decode`."""
 
-    def encode(self, text: str, /) -> Any:
-        """Return the token ids of `text`: a sequence of integers."""
-        ...
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """How the next token is drawn: from softmax(logits / temperature) over the likeliest tokens.
 
-    def decode(self, ids: Iterable[int], /) -> str:
-        """Return the text of token ids."""
-        ...
+    `temperature` 0 takes the likeliest. `top_k`: of so many (0: all). `top_p`: of these the fewest whose probabilities
+    add up to it (nucleus sampling, Holtzman et al., ICLR 2020, arXiv:1904.09751; 1: all). Raises BadInput.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(0, temperature=self.temperature, top_k=self.top_k)
+        if not 0 < self.top_p <= 1:
+            do = "set it above 0, and to at most 1"
+            raise bad_input(wanted="top_p above 0 and at most 1", got=f"{self.top_p:g}", do=do, key="top_p")
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
+        """Draw one token from `logits` (vocabulary,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        if 0 < self.top_k < logits.numel():
+            least = logits.topk(self.top_k).values[-1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        chances = (logits / self.temperature).softmax(-1)
+        if self.top_p < 1:
+            ordered, tokens = chances.sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # of the tokens before it: the first always stays
+            chances = chances.index_fill(0, tokens[beyond], 0.0)
+        return int(torch.multinomial(chances, 1, generator=generator))
 
 
 def generate(
@@ -33,35 +58,81 @@ def generate(
     tokens: int = 200,
     temperature: float = 0.8,
     top_k: int = 0,
+    top_p: float = 1.0,
     seed: int = 0,
     window: int = 256,
     stop: int | None = None,
 ) -> str:
     """Generate up to `tokens` tokens after `prompt`; return them as text, without the prompt.
 
-    Every token is drawn from softmax(logits / temperature) over the `top_k` likeliest (0: all); temperature 0 takes the
-    likeliest. The model sees the last `window` tokens. Ends early after the token `stop`, which is left out. Equal
-    arguments give equal text. An empty prompt begins after `stop`, else after token 0. Raises BadInput.
+    Every token is drawn as `TokenChoice` says. The model sees the last `window` tokens. Ends early after the token
+    `stop`, which is left out. Equal arguments give equal text. An empty prompt begins after `stop`, else after token 0.
+    Raises BadInput.
     """
-    _check(tokens=tokens, temperature=temperature, top_k=top_k, window=window)
-    check_prompt(prompt, key="prompt")
-    generator = torch.Generator().manual_seed(seed)
-    caller, was_training = caller_of(module), module.training
+    with _choosing(module, TokenChoice(temperature=temperature, top_k=top_k, top_p=top_p), seed) as choose:
+        _at_least(1, tokens=tokens, window=window)
+        check_prompt(prompt, key="prompt")
+        return continue_text(tokenizer, prompt, choose, tokens=tokens, window=window, stop=stop)
 
-    def choose(ids: Sequence[int]) -> int:
-        return sample_token(_next_logits(module, caller, ids), generator, temperature=temperature, top_k=top_k)
 
+def stream(
+    module: nn.Module,
+    tokenizer: TextCoder,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    choice: TokenChoice | None = None,
+    seed: int = 0,
+    window: int = 256,
+) -> Iterator[str]:
+    """Yield the text that `generate` returns, piece by piece as it becomes final. Raises BadInput."""
+    with _choosing(module, choice or TokenChoice(), seed) as choose:
+        _at_least(1, tokens=tokens, window=window)
+        check_prompt(prompt, key="prompt")
+        given = [int(i) for i in tokenizer.encode(prompt)]
+        yield from pieces(tokenizer, given, continued(given or [0], choose, tokens=tokens, window=window))
+
+
+@contextmanager
+def _choosing(module: nn.Module, choice: TokenChoice, seed: int) -> Iterator[Choose]:
+    """Yield the function that draws the token after a sequence; the module is in evaluation mode meanwhile."""
+    generator, was_training = torch.Generator().manual_seed(seed), module.training
     module.eval()
     try:
-        return continue_text(tokenizer, prompt, choose, tokens=tokens, window=window, stop=stop)
+        logits = token_logits(module)
+        yield lambda ids: choice.draw(logits.after(ids), generator)
     finally:
         module.train(was_training)
+
+
+def continued(
+    ids: Sequence[int],
+    choose: Choose,
+    *,
+    tokens: int,
+    window: int,
+    stops: Collection[int] = (),
+    stride: int = 1,
+) -> Iterator[int]:
+    """Yield up to `tokens` tokens after `ids`, until `choose` takes one of `stops`, which is left out.
+
+    `choose` gets the ids that the model sees, and returns the next. When the window is full, it slides by `stride`
+    tokens: a larger one lets a cache be of use in between, and leaves as much less to be seen.
+    """
+    ids = list(ids)
+    for _ in range(tokens):
+        beyond = max(0, len(ids) - window)
+        chosen = choose(ids[-(-beyond // stride) * stride :])
+        if chosen in stops:
+            return
+        yield chosen
+        ids.append(chosen)
 
 
 def continue_text(
     tokenizer: TextCoder,
     prompt: str,
-    choose: Callable[[Sequence[int]], int],
+    choose: Choose,
     *,
     tokens: int,
     window: int,
@@ -72,51 +143,16 @@ def continue_text(
     `choose` gets the last `window` token ids and returns the next.
     """
     given = [int(i) for i in tokenizer.encode(prompt)]
-    ids = list(given) or [stop if stop is not None else 0]
-    for _ in range(tokens):
-        chosen = choose(ids[-window:])
-        if chosen == stop:
-            break
-        ids.append(chosen)
+    begin = given or [stop if stop is not None else 0]
+    stops = () if stop is None else (stop,)
+    added = list(continued(begin, choose, tokens=tokens, window=window, stops=stops))
     before = tokenizer.decode(given)
-    return tokenizer.decode(ids if given else ids[1:])[len(before) :]  # decoded alone, a first space may get lost
-
-
-def _next_logits(module: nn.Module, caller: ForwardAdapter, ids: Sequence[int]) -> Tensor:
-    """Return the logits of the token after `ids`: (vocabulary,) float32 on the CPU."""
-    first = next(module.parameters(), None)
-    batch = {"input_ids": torch.tensor([ids], device=first.device if first is not None else None)}
-    return gradless(lambda: logits_of(caller(module, batch))[0, -1].float().cpu())
-
-
-def logits_of(output: Any) -> Tensor:
-    """Return the logits (batch, sequence, vocabulary) in the output of a forward without labels.
-
-    Raises BadInput if there are none.
-    """
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if logits is None and isinstance(output, dict):
-        logits = output.get("logits")
-    if logits is None and isinstance(output, tuple | list):
-        logits = next((o for o in output if isinstance(o, Tensor) and o.ndim == 3), None)
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise bad_input(
-            wanted="logits (batch, sequence, vocabulary) from a forward without labels",
-            got=f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(output).__name__} without logits",
-            do="let forward return its logits where no labels are given",
-            key="model",
-        )
-    return logits
+    return tokenizer.decode([*given, *added])[len(before) :]  # decoded alone, a first space may get lost
 
 
 def sample_token(logits: Tensor, generator: torch.Generator, *, temperature: float, top_k: int) -> int:
     """Draw one token from `logits` (vocabulary,), as `generate` describes."""
-    if temperature == 0:
-        return int(logits.argmax())
-    if 0 < top_k < logits.numel():
-        least = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+    return TokenChoice(temperature=temperature, top_k=top_k).draw(logits, generator)
 
 
 def check_prompt(prompt: str, *, key: str) -> None:
@@ -128,14 +164,8 @@ def check_prompt(prompt: str, *, key: str) -> None:
         raise bad_input(wanted="UTF-8 text", got=got, do="write it again in UTF-8", key=key) from None
 
 
-def _check(*, tokens: int, temperature: float, top_k: int, window: int) -> None:
-    for name, value, least in (
-        ("tokens", tokens, 1),
-        ("temperature", temperature, 0),
-        ("top_k", top_k, 0),
-        ("window", window, 1),
-    ):
+def _at_least(least: int, **given: float) -> None:
+    for name, value in given.items():
         if not value >= least:
-            raise bad_input(
-                wanted=f"{name} of at least {least}", got=str(value), do=f"set it to {least} or more", key=name
-            )
+            do = f"set it to {least} or more"
+            raise bad_input(wanted=f"{name} of at least {least}", got=str(value), do=do, key=name)

@@ -84,7 +84,7 @@ class Evaluator:
         return loss
 
     def _slices(self, chosen: np.ndarray[Any, Any], replica: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Return the sequences that a replica evaluates, of all those chosen, in slices as long as its micro-batches."""
+        """Return the sequences that a replica evaluates, of those chosen, in slices as long as its micro-batches."""
         plan = self.feed.plan
         mine = chosen[np.asarray(part(len(chosen), replica, plan.mesh.replica), dtype=np.int64)]
         largest = max(1, plan.rows[replica] // plan.microbatches[replica])

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from gossamer.comm.comm_thread import CommThread
 from gossamer.loss import Loss
-from gossamer.model.generate import TextCoder, continue_text, logits_of, sample_token
+from gossamer.model.generate import continue_text, sample_token
+from gossamer.model.text_stream import TextCoder
+from gossamer.model.token_logits import logits_of
 from gossamer.run.batches import MicroBatch, RankBatch
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.step_runner import ModelPart, ModelRuntime

@@ -96,10 +96,13 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """The training text, its tokenizer, and the length and packing of the sequences cut from it."""
+    """The training text, its tokenizer, and the length and packing of the sequences cut from it.
+
+    Or, with `factory`, a dataset that Python code builds.
+    """
 
     source: Annotated[Written, MethodOf("data/source")] = Field(
-        "stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, ..."
+        "stdlib", description="a method of `gossamer methods data/source`: stdlib, text:GLOB, chat:GLOB, ..."
     )
     tokenizer: Annotated[Written, MethodOf("data/tokenizer")] = Field(
         "byte", description="a method of `gossamer methods data/tokenizer`: byte, bpe:N, hf:DIR"
@@ -108,6 +111,12 @@ class DataSection(Section):
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="fraction held out, by hash of the file")
+    factory: str | None = Field(
+        None,
+        description='"package.module:function" that returns a map-style dataset of dictionaries of tensors, instead '
+        "of a source",
+    )
+    config: dict[str, Any] = Field({}, description="arguments of the factory")
     cache: str | None = Field(None, description="folder of tokenized corpora; default: the user's cache directory")
 
 

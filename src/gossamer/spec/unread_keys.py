@@ -48,7 +48,7 @@ def without_stages(key: str) -> BadInput:
     return bad_input(wanted=_STAGES, got=_NO_STAGES, do=do, key=key)
 
 
-UNREAD = (
+_BESIDE_TEXT = (
     Unread(
         key="plan.cuts",
         is_written=lambda c: c.plan.cuts != _PLAN.cuts,
@@ -120,6 +120,33 @@ UNREAD = (
         wanted="packed sequences, in which one document follows another",
         got=lambda c: "data.pack false",
         do="leave data.isolate out: without packing no sequence has more than one document",
+    ),
+)
+
+
+def _without_text(name: str) -> Unread:
+    """Return the rule about a key of text data, which a dataset made by data.factory does not read."""
+    key = f"data.{name}"
+    return Unread(
+        key=key,
+        is_written=lambda c: getattr(c.data, name) != getattr(_DATA, name),
+        is_read=lambda c: c.data.factory is None,
+        wanted=f"data from {key} or from data.factory",
+        got=lambda c: f"data.factory {c.data.factory} too, which reads no {key}",
+        do=f"leave one of the two out: arguments of the factory are in data.config, not in {key}",
+    )
+
+
+UNREAD: tuple[Unread, ...] = (
+    *_BESIDE_TEXT,
+    *map(_without_text, ("source", "tokenizer", "pack", "isolate", "validation", "cache")),
+    Unread(
+        key="data.config",
+        is_written=lambda c: c.data.config != _DATA.config,
+        is_read=lambda c: c.data.factory is not None,
+        wanted="data.factory, whose arguments these are",
+        got=lambda c: "no data.factory",
+        do="set data.factory, or leave data.config out",
     ),
 )
 

@@ -46,7 +46,8 @@ class Bytes(Tokenizer):
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the tokenizer as a byte-level BPE without merges, whose ids are the bytes."""
-        return write_files(directory, json.dumps(_tokenizer_json(), ensure_ascii=False), separator=SEPARATOR)
+        text = json.dumps(_tokenizer_json(), ensure_ascii=False)
+        return write_files(directory, text, separator=SEPARATOR, template=self.template)
 
 
 def _with_separators(text: str) -> Spans:

@@ -55,7 +55,8 @@ class Fast(Tokenizer):
         return str(self.inner.decode(kept, skip_special_tokens=False))
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        return write_files(directory, self.inner.to_str(), separator=self.inner.id_to_token(self.separator))
+        separator = self.inner.id_to_token(self.separator)
+        return write_files(directory, self.inner.to_str(), separator=separator, template=self.template)
 
 
 def load(text: str, *, separator: str, key: str, template: ChatTemplate | None = None) -> Fast:

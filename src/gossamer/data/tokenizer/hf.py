@@ -105,7 +105,7 @@ def _template(found: Any) -> ChatTemplate | None:
     """Return the chat template of a tokenizer that transformers has read (of several named ones the default)."""
     said = found.chat_template
     source = said.get("default") if isinstance(said, dict) else said
-    return ChatTemplate(source, bos_token=found.bos_token or "", eos_token=found.eos_token or "") if source else None
+    return ChatTemplate.of(source, found.special_tokens_map, origin=found.name_or_path) if source else None
 
 
 def _read(file: Path) -> str:

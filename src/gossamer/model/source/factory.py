@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,12 +17,11 @@ from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._digest import digest
 from gossamer.spec.config import ModelSection
-from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.suggest import nearest
+from gossamer.spec.errors import bad_input
+from gossamer.spec.user_function import check_arguments, complaint, function_named
 
 _KEY = "model.factory"
 _VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names is the number of token ids
-_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)
@@ -63,12 +59,12 @@ class Factory(ModelSource):
 
     def build(self, seed: int) -> nn.Module:
         function = self._function
-        _check_arguments(function, self.of, self.config)
+        check_arguments(function, self.of, self.config, key="model.config")
         with seeded(seed):
             try:
                 module = function(**self.config)
             except Exception as error:
-                raise _complaint(f"{self.of} to return a model", error) from error
+                raise complaint(f"{self.of} to return a model", error, key=_KEY) from error
         if not isinstance(module, nn.Module):
             raise bad_input(
                 wanted=f"an nn.Module from {self.of}",
@@ -106,23 +102,7 @@ class Factory(ModelSource):
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        name, colon, attribute = self.of.partition(":")
-        if not (name and colon and attribute):
-            raise bad_input(
-                wanted='"package.module:function"', got=repr(self.of), do="write module and function", key=_KEY
-            )
-        here = str(Path.cwd())
-        if here not in sys.path:  # stays: the user's module may import its neighbors later, when it is called
-            sys.path.insert(0, here)
-        try:
-            module = importlib.import_module(name)
-        except Exception as error:
-            raise _complaint(f"to import {name} (looked for in {here} too)", error) from error
-        found: Callable[..., Any] | None = vars(module).get(attribute)
-        if not callable(found):
-            callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-            raise BadInput(f"{name} has no function {attribute!r}: {nearest(attribute, callables)}", key=_KEY)
-        return found
+        return function_named(self.of, key=_KEY)
 
 
 def _check_shapes(module: nn.Module) -> None:
@@ -144,34 +124,3 @@ def _hold_in(module: nn.Module, dtype: torch.dtype) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor.data = tensor.data.to(dtype)
-
-
-def _check_arguments(function: Callable[..., Any], name: str, given: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtins have none
-        return
-    try:
-        signature.bind(**given)
-    except TypeError as error:
-        known = [n for n in signature.parameters if n not in given]
-        unknown = [n for n in given if n not in signature.parameters]
-        hint = nearest(unknown[0], known) if unknown else "give it in model.config"
-        raise bad_input(
-            wanted=f"arguments of {name}{signature}", got=str(error).removeprefix("got "), do=hint, key="model.config"
-        ) from None
-
-
-def _complaint(wanted: str, error: Exception) -> BadInput:
-    """Return a BadInput for an exception of the user's own code, with its place in that code."""
-    where = ""
-    if isinstance(error, SyntaxError):
-        where = f" at {error.filename}:{error.lineno}"
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [f for f in frames if not any(part in f.filename for part in _NOT_THEIRS)]
-        if theirs:
-            where = f" at {theirs[-1].filename}:{theirs[-1].lineno}"
-    return bad_input(
-        wanted=wanted, got=f"{type(error).__name__}: {error}{where}", do="correct the file, or the name", key=_KEY
-    )

@@ -1,0 +1,140 @@
+"""The data of a run: text in a corpus, or a dataset that the user's code builds, in every process alike."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.data import Corpus, open_corpus
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.job.rank_inputs import DataDescription
+from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.spec.config import DataSection, RunConfig
+from gossamer.spec.errors import bad_input
+from gossamer.spec.user_function import check_arguments, complaint, function_named
+
+_KEY = "data.factory"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The data of a run: its batches, what is said of it, and its corpus if it is text."""
+
+    train: Batches
+    validation: Batches | None
+    description: DataDescription
+    corpus: Corpus | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of text; None for other data."""
+        return None if self.corpus is None else self.corpus.tokenizer
+
+
+def training_data(config: RunConfig) -> TrainingData:
+    """Return the data that a configuration names. Raises BadInput."""
+    if config.data.factory is not None:
+        return of_factory(config.data.factory, config.data.config)
+    return of_corpus(corpus_of(config.data), text=str(config.data.source))
+
+
+def of_corpus(corpus: Corpus, *, text: str) -> TrainingData:
+    """Return the data of a corpus, which is called `text`."""
+    validation = TextBatches(corpus.validation) if len(corpus.validation) else None
+    described = DataDescription(
+        fingerprint=corpus.fingerprint, text=text, remark=corpus.remark, vocabulary=corpus.tokenizer.vocabulary
+    )
+    return TrainingData(TextBatches(corpus.train), validation, described, corpus)
+
+
+def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") -> TrainingData:
+    """Return the data of a map-style dataset of dictionaries. Raises BadInput under `key` for anything else."""
+    is_numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not is_numbered or isinstance(dataset, (Mapping, str, bytes)):
+        raise bad_input(
+            wanted="a map-style dataset of dictionaries",
+            got=_kind(dataset),
+            do="wrap what you have in a torch Dataset with __len__ and __getitem__",
+            key=key,
+        )
+    return TrainingData(DatasetBatches(dataset), None, DataDescription(fingerprint=fingerprint, text=text))
+
+
+def of_factory(name: str, arguments: Mapping[str, Any]) -> TrainingData:
+    """Return the data of the dataset that "package.module:function" returns for `arguments`.
+
+    The fingerprint covers the name, the arguments, the source file of the function and that of the dataset's class,
+    the number of items, and the first, the middle and the last item. So it notices a change of these; not one of
+    another item, or of code that these files import. Raises BadInput.
+    """
+    function = function_named(name, key=_KEY)
+    check_arguments(function, name, arguments, key="data.config")
+    try:
+        dataset = function(**arguments)
+    except Exception as error:
+        raise complaint(f"{name} to return a dataset", error, key=_KEY) from error
+    made = of_dataset(dataset, text=name, fingerprint="", key=_KEY)
+    count = len(made.train)
+    files = {file for one in (function, type(dataset)) if (file := _source_file(one)) is not None}
+    whole = hashlib.sha256(json.dumps([name, dict(arguments), count], sort_keys=True, default=str).encode())
+    for file in sorted(files):
+        whole.update(file.name.encode() + b"\0" + file.read_bytes())
+    for index in sorted({0, count // 2, count - 1} if count else ()):
+        try:
+            _add(whole, dataset[index])
+        except Exception as error:
+            raise complaint(f"item {index} of the dataset of {name}", error, key=_KEY) from error
+    return of_dataset(dataset, text=name, fingerprint=whole.hexdigest(), key=_KEY)
+
+
+def corpus_of(data: DataSection) -> Corpus:
+    """Return the corpus of a configuration."""
+    return open_corpus(
+        source=data.source,
+        tokenizer=data.tokenizer,
+        sequence=data.sequence,
+        pack=data.pack,
+        isolate=data.isolate,
+        validation=data.validation,
+        cache=data.cache,
+    )
+
+
+def _source_file(of: Any) -> Path | None:
+    """Return the file of the user's function or class; None for what is built in, or made at run time."""
+    try:
+        found = inspect.getsourcefile(of)
+    except TypeError:
+        return None
+    return Path(found) if found and Path(found).is_file() else None
+
+
+def _add(whole: Any, item: Any) -> None:
+    """Add an item of a dataset to a hash: names, types, shapes and values."""
+    if isinstance(item, Mapping):
+        for name in sorted(item, key=str):
+            whole.update(f"\0{name}\0".encode())
+            _add(whole, item[name])
+    elif isinstance(item, Tensor):
+        whole.update(f"{item.dtype}{tuple(item.shape)}".encode())
+        whole.update(item.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, np.ndarray):
+        whole.update(f"{item.dtype}{item.shape}".encode() + np.ascontiguousarray(item).tobytes())
+    else:
+        whole.update(repr(item).encode())
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
