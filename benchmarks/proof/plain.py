@@ -104,13 +104,13 @@ class _Loop:
 
     def sampled(self, module: nn.Module) -> Tensor:
         """The bytes of the text, drawn as `gossamer sample` draws."""
-        from gossamer.model.token_sampling import TokenSampling
+        from gossamer.model.generate import sample_token
 
         words, drawn = self.corpus.tokenizer, torch.Generator().manual_seed(SEED)
         ids = [int(i) for i in words.encode(self.habit.text)]
         for _ in range(SAMPLED):
             logits = logits_of(module(torch.tensor([ids[-LENGTH:]])))[0, -1].float()
-            ids.append(TokenSampling(temperature=0.8, top_k=50).draw(logits, drawn))
+            ids.append(sample_token(logits, drawn, temperature=0.8, top_k=50))
         return as_bytes(words.decode(ids)[len(self.habit.text) :])
 
     def state(self) -> dict[str, Tensor]:

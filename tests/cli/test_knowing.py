@@ -63,7 +63,9 @@ def test_config_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: p
     assert load(tmp_path / "shown.yaml").config == load(None, ["train.batch=8"]).config
     assert main(["config", "show", str(tmp_path / "shown.yaml"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["config"]["train"]["batch"] == 8 and data["origin"]["train.batch"].endswith("shown.yaml:18")
+    lines = (tmp_path / "shown.yaml").read_text().splitlines()
+    place = 1 + lines.index("  batch: 8")
+    assert data["config"]["train"]["batch"] == 8 and data["origin"]["train.batch"].endswith(f"shown.yaml:{place}")
 
 
 def test_config_check_builds_the_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,3 +212,36 @@ def test_the_template_and_what_is_learnt_are_in_the_fingerprint(tmp_path: Path) 
     assert torch.equal(
         again.train.batch([0])["labels"], opened(tmp_path, "zephyr", turns("q", "a")).train.batch([0])["labels"]
     )
+
+
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+def test_the_kept_tokenizer_has_the_template_that_was_used(tmp_path: Path, kind: str) -> None:
+    """That of the source, where it names one; transformers renders the same from the kept files."""
+    from transformers import AutoTokenizer
+
+    from gossamer.data.kept import read_tokenizer, tokenizer_files
+
+    words = tokenizer_folder(tmp_path / "words", kind)
+    (tmp_path / "other.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    )
+    file = chat_file(tmp_path / "chats.jsonl", turns("Hi", "Hello", "Bye", "end"))
+    for template, named in (("other.jinja", {"template": str(tmp_path / "other.jinja")}), ("its own", {})):
+        corpus = open_corpus(
+            source={"chat": {"files": str(file), **named}},
+            tokenizer=f"hf:{words}",
+            cache=tmp_path / "cache",
+            validation=0,
+            sequence=256,
+        )
+        kept = tmp_path / "kept" / template
+        kept.mkdir(parents=True)
+        for name, content in tokenizer_files(corpus.tokenizer).items():
+            (kept / name).write_bytes(content)
+        found = read_tokenizer(kept)
+        assert found.template == corpus.tokenizer.template and found.special == corpus.tokenizer.special
+        assert found.template is not None
+        rendered = found.template.render(turns("a", "b"), add_generation_prompt=False)
+        assert ("user" in rendered) == (not named)
+        theirs = AutoTokenizer.from_pretrained(kept).apply_chat_template(turns("a", "b"), tokenize=False)
+        assert theirs == rendered

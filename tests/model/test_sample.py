@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.generate import generate, generate_pieces
+from gossamer.model.generate import generate
 from gossamer.model.source.hf import Hf
-from gossamer.model.token_sampling import TokenSampling
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, Plain
 
@@ -65,13 +64,3 @@ def test_what_is_refused() -> None:
         generate(OnlyLoss(), Bytes(), "x", tokens=1)
     with pytest.raises(BadInput, match="temperature"):
         generate(Plain(), Bytes(), "x", tokens=1, temperature=-1)
-
-
-@pytest.mark.parametrize("kind", ["plain", "llama", "mistral"])
-def test_the_pieces_are_the_text(kind: str) -> None:
-    config = {**CONFIGS["llama"], **({"sliding_window": 4} if kind == "mistral" else {})}
-    module = Plain() if kind == "plain" else Hf(kind, config).fitted_to_tokenizer(257, 256).build(0)
-    given = {"tokens": 30, "seed": 4, "window": 20, "stop": 7}  # the window slides before the end
-    text = generate(module, Bytes(), "xyz", temperature=1.0, top_p=0.9, **given)
-    pieces = list(generate_pieces(module, Bytes(), "xyz", sampling=TokenSampling(1.0, 0, 0.9), **given))
-    assert "".join(pieces) == text and len(pieces) > 5 and module.training

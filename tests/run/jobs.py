@@ -20,6 +20,7 @@ from gossamer import loss
 from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.generate import generate
+from gossamer.model.quantize_base import quantize_base
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import RankModel, build_rank_model
@@ -117,6 +118,12 @@ class Small(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return self.norm(x) @ self.embed.weight.T
+
+
+def quantized(module: nn.Module) -> nn.Module:
+    """`module` with its linear layers frozen, in blocks of 4 bits."""
+    quantize_base(module, "int4")
+    return module
 
 
 class Causal(nn.Module):
@@ -429,6 +436,7 @@ def train(
         "habits": Habits,
         "halves": lambda: Causal().bfloat16(),
         "wide": lambda: Wide(),
+        "quantized": lambda: quantized(Small(dropout)),
     }
     module = kinds[kind]()
     for name in frozen:
@@ -507,19 +515,18 @@ def train_with_bad_samples(seat: Seat, *, fault: str, **given: Any) -> dict[str,
         def decode(self, ids: Iterable[int]) -> str:
             raise ValueError("no such letter")
 
-    class Failing:
-        def draw(self, *args: Any) -> int:
-            raise RuntimeError("nothing to choose from")
+    def fail(*args: Any, **rest: Any) -> Any:
+        raise RuntimeError("nothing to choose from")
 
-    sampling, words = text_sampling.SAMPLING, text_sampling._Words
+    draw, words = text_sampling.sample_token, text_sampling._Words
     if fault == "decode":
         text_sampling._Words = lambda inner: words(Broken())
     elif seat.rank == seat.ranks - 1:
-        text_sampling.SAMPLING = Failing()  # type: ignore[assignment]
+        text_sampling.sample_token = fail
     try:
         return train(seat, **given)
     finally:
-        text_sampling.SAMPLING, text_sampling._Words = sampling, words
+        text_sampling.sample_token, text_sampling._Words = draw, words
 
 
 def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:

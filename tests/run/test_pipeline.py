@@ -80,6 +80,17 @@ def test_a_checkpoint_of_stages_is_read_in_any_layout(pool, tmp_path: Path) -> N
         assert losses(Path(folder)) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b", {"recompute": {"split_backward": {"inner": "gpipe"}}}])
+def test_a_quantized_base_in_stages_is_that_of_one_process_and_resumes_as_one(pool, tmp_path: Path, schedule) -> None:
+    one, two, kind = tmp_path / "one", tmp_path / "two", {"kind": "quantized", "dropout": 0.2, "steps": 8}
+    pool.run("run.jobs:train", 1, folder=str(one), sections=STAGES, **kind)
+    sections = staged(2, pipeline_schedule=schedule)
+    pool.run("run.jobs:train", 2, folder=str(two), until=4, sections=sections, **kind)
+    (two / "run" / "plan.yaml").unlink()
+    pool.run("run.jobs:train", 1, folder=str(two), resume=True, sections=STAGES, **kind)
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+
+
 def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     straight = pool.run("run.jobs:train", 3, folder=str(whole), steps=8, dropout=0.2, sections=staged(3))

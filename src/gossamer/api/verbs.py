@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
 
     from gossamer.job.trained_run import TrainedRun
+    from gossamer.model.chat import Chat
 
 _log = logging.getLogger(__name__)
 
@@ -331,21 +332,82 @@ def sample(
     return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
-def export(run_dir: str | Path, target: str | Path, to: Literal["hf", "peft"] = "hf") -> dict[str, Any]:
-    """Write the model of a run as a folder that transformers loads, or the weights alone of a model of your own.
+def stream(
+    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+) -> Iterator[str]:
+    """Yield the text that `sample` returns, in pieces, each as soon as it is final."""
+    from gossamer.model.generate import TokenChoice
+    from gossamer.model.generate import stream as streamed
 
-    to: "hf" merges an adapter into the weights; "peft" writes the adapter alone, as a folder that peft loads.
-    `gossamer export RUN_DIR --to hf DIR` calls it. `load` in the result is the Python code that loads the folder.
-    Raises BadInput for a folder that exists.
+    found, choice = load(run_dir), TokenChoice(temperature=temperature, top_k=top_k)
+    yield from streamed(found.module, found.words(), prompt, tokens=tokens, choice=choice, seed=seed)
+
+
+def chat(
+    model: str | Path,
+    *,
+    system: str = "",
+    template: str | Path | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.7,
+    top_k: int = 50,
+    top_p: float = 0.95,
+    seed: int = 0,
+) -> Chat:
+    """Begin a dialogue with the model of a run, of a Hugging Face folder or of a GGUF file (`gossamer chat`).
+
+    template: a file with a chat template, in place of the tokenizer's own. The result, a `gossamer.model.chat.Chat`,
+    answers: `chat.ask("Hello")` returns text, `chat.stream("Hello")` yields it in pieces; `reset`, `undo`, `system` and
+    `save` change or keep the dialogue. Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.chat_model import ChatSettings, open_chat
+    from gossamer.model.generate import TokenChoice
+
+    settings = ChatSettings(
+        system=system,
+        template=None if template is None else Path(template),
+        max_new_tokens=max_new_tokens,
+        choice=TokenChoice(temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+    )
+    return open_chat(Path(model), settings)
+
+
+def export(
+    run_dir: str | Path,
+    target: str | Path,
+    *,
+    to: Literal["hf", "peft", "gguf"] = "hf",
+    type: Literal["f16", "q8_0"] | None = None,
+) -> dict[str, Any]:
+    """Write the model of a run as a folder that transformers loads, a folder of peft, or a GGUF file for llama.cpp.
+
+    to: "hf" merges an adapter into the weights, and writes the weights alone of a model of your own; "peft" writes the
+    adapter alone; "gguf" merges an adapter. type: how "gguf" writes matrices, f16 if None. `gossamer export RUN_DIR
+    --to hf DIR` calls it. `load` in the result is the Python code that loads what was written, `notes` (GGUF) says what
+    differs there in rare cases.
+    Raises BadInput for a target that exists, and for a model or tokenizer that llama.cpp has no equal of.
     """
     from gossamer.model.export import export_hf, export_peft
+    from gossamer.model.export_gguf import export_gguf
 
     target = Path(target)
     if target.exists():
-        raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
+        new = "file" if to == "gguf" else "folder"
+        raise BadInput(f"{target} exists already: nothing was written. Name a new {new}, or remove that one")
+    if to != "gguf" and type is not None:
+        raise bad_input(
+            wanted="a type with --to gguf alone",
+            got=f"{type} with --to {to}, which writes the type that the model has",
+            do="leave it out, or export with --to gguf",
+            key="--type",
+        )
     found = load(run_dir)
     if to == "peft":
         return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
+    if to == "gguf":
+        made = export_gguf(found.module, found.origin, found.tokenizer, target, kind=type or "f16")
+        return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
 
 

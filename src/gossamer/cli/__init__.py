@@ -31,9 +31,14 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Generate text from a prompt with the model of a run.",
         'sample runs/NAME "def " --max-new-tokens 100',
     ),
+    "chat": (
+        "chat:chat",
+        "Speak with the model of a run, of a Hugging Face folder or of a GGUF file.",
+        'chat runs/NAME --system "You are brief."',
+    ),
     "export": (
         "sample_export:export",
-        "Export the model of a run, e.g. to a Hugging Face directory.",
+        "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
     "methods": (

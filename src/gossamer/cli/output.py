@@ -34,6 +34,21 @@ class CommandResult:
     is_report: bool = False
 
 
+def write_piece(text: str) -> None:
+    """Write a part of an answer to standard output, at once: for commands that write while they work."""
+    _write(text)
+
+
+def write_line(data: Mapping[str, Any]) -> None:
+    """Write one JSON object as a line of standard output."""
+    OutputWriter(json=True).answer(CommandResult(data))
+
+
+def write_note(text: str) -> None:
+    """Write a line about the work to standard error."""
+    _write(text + "\n", sys.stderr)
+
+
 @dataclass(frozen=True, slots=True)
 class CommandFailure:
     """The failure of a command: its exit code, a headline, and the message (one or more lines)."""

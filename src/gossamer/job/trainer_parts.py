@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossamer.model.generate import TextCoder
+from gossamer.model.text_stream import TextCoder
 from gossamer.partition.rank_model import RankModel
 from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import Batches

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
+from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
 from gossamer.model.source.factory import Factory
@@ -21,6 +22,7 @@ from gossamer.spec.errors import bad_input
 from gossamer.store.huggingface import export_adapter_directory, export_directory
 
 _KEY = "export"
+_TEMPLATE = "chat_template.jinja"
 _ONE_FILE = 1 << 62  # load_model reads one file, of any size
 
 
@@ -55,7 +57,7 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     """
     merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
-    files = _beside(origin, tokenizer)
+    files = files_beside(origin, tokenizer)
     if not _is_of_transformers(inner):
         config, own, build = _own(inner, origin)
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
@@ -82,18 +84,33 @@ def _export(
     export_directory(target, tensors, config, beside, max_shard_bytes=max_shard_bytes)
 
 
-def _beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
+def files_beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
     """Return the files of `origin`, unless the model was trained with another tokenizer."""
     files = origin.files() if origin is not None else {}
     if tokenizer is None:
         return files
     with tempfile.TemporaryDirectory() as folder:
         saved: Files = {file.name: file.read_bytes() for file in tokenizer.save(Path(folder))}
-    if _vocabulary(files) == _vocabulary(saved):
-        return files  # the same vocabulary, with special tokens and a chat template
+    if _vocabulary(files) == _vocabulary(saved):  # the same one: its files name more special tokens
+        if tokenizer.template is not None and _template(files) != tokenizer.template.source:
+            files[_TEMPLATE] = saved[_TEMPLATE]
+        return files
     kept: Files = {name: file for name, file in files.items() if name == "generation_config.json"}
     kept.update(saved)
     return kept
+
+
+def _template(files: Files) -> Any:
+    """Return the chat template that transformers would read from tokenizer files."""
+    found = files.get(_TEMPLATE)
+    if found is not None:
+        return _read(found).decode("utf-8")
+    config = files.get("tokenizer_config.json")
+    return json.loads(_read(config)).get("chat_template") if config is not None else None
+
+
+def _read(file: bytes | Path) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
 
 
 def _vocabulary(files: Files) -> Any:
@@ -101,7 +118,7 @@ def _vocabulary(files: Files) -> Any:
     found = files.get("tokenizer.json")
     if found is None:
         return None
-    read = json.loads(found if isinstance(found, bytes) else found.read_bytes())
+    read = json.loads(_read(found))
     return read.get("model"), [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
 
 
@@ -113,6 +130,16 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `module` as published: every tied parameter once, the weights of quantized layers decoded."""
+    state = untied_state(module)
+    for name, layer in quantized_layers(module).items():
+        state[f"{name}.weight"] = layer.weight_as_given()
+        for buffer in BUFFERS:
+            state.pop(f"{name}.{buffer}", None)
+    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+
+def untied_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state of `module` with every tied parameter under one name: the one that its tie points at."""
     state: dict[str, Tensor] = module.state_dict()
     ties: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
@@ -121,7 +148,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
         for name in names:
             if name != kept:
                 state.pop(name, None)
-    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    return state
 
 
 def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,52 +1,77 @@
-"""The text of tokens while they come: only what no later token can change."""
+"""The text of tokens as they come: each piece is final, no character is torn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-_INCOMPLETE = "\ufffd"  # what decoders write for bytes that are no UTF-8, or not yet
-_AT_MOST = 3  # bytes of a character that still lacks one: so many marks a decoder may write for it
+_TORN = "\ufffd"  # what decoders write for bytes that are no character, or none yet
 
-Decode = Callable[[Sequence[int]], str]
+
+class TextCoder(Protocol):
+    """The part of a tokenizer that text generation needs: `encode` and `decode`."""
+
+    def encode(self, text: str, /) -> Any:
+        """Return the token ids of `text`: a sequence of integers."""
+        ...
+
+    def decode(self, ids: Iterable[int], /) -> str:
+        """Return the text of token ids."""
+        ...
 
 
 class TextStream:
-    """An incremental decoder: the texts that `push` and `end` return are together the text of all tokens.
+    """The text of tokens that are appended to `given`: together the pieces are what decoding all at once gives.
 
-    A character of several tokens comes with its last one. Tokens are decoded together with those before them, from the
-    last place on where text was final: a space may depend on its neighbor. `decode` takes token ids, `given` are those
-    before the first, whose text is not returned.
+    A piece is held back while it ends with bytes that further tokens may complete. Only the last tokens are decoded
+    each time; those before them are their context, as decoders drop a space at the start of a text. For bytes that are
+    no UTF-8 at all, a decoder that reads a run of them as one (SentencePiece's) may write otherwise than all at once.
     """
 
-    def __init__(self, decode: Decode, given: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._ids = list(given)  # from the last final place on; the first are context
-        self._final = len(self._ids)  # so many of them have all their text out
-        self._out = decode(self._ids) if self._ids else ""  # the text of these that was returned
+    def __init__(self, tokenizer: TextCoder, given: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(given)[-8:]
+        self._before = tokenizer.decode(self._ids)  # the text of the ids that are written already
+        self._written = len(self._ids)
 
     def push(self, token: int) -> str:
-        """Return the text that is final with `token`; "" while a character is incomplete."""
+        """Append a token; return the text that is final now, perhaps none."""
         self._ids.append(token)
-        text = self._decode(self._ids)
-        open_marks = len(text) - len(text.rstrip(_INCOMPLETE))
-        new = self._new(text[: len(text) - min(open_marks, _AT_MOST)])
-        if new and not open_marks:
-            self._advance()
-        return new
-
-    def _advance(self) -> None:
-        """Make what was returned last the context of what follows."""
-        last = self._ids[self._final :]
-        if text := self._decode(last):  # a token that decodes to nothing is no context
-            self._ids, self._out = last, text
-        self._final = len(self._ids)
-
-    def end(self) -> str:
-        """Return the rest, with U+FFFD for a character that stayed incomplete."""
-        return self._new(self._decode(self._ids)) if self._ids else ""
-
-    def _new(self, text: str) -> str:
-        if not text.startswith(self._out):
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_TORN) or len(text) <= len(self._before):
             return ""
-        new, self._out = text[len(self._out) :], text
-        return new
+        piece = text[len(self._before) :]
+        self._ids = self._ids[self._written :]  # the tokens of this piece are the context of the next
+        self._before, self._written = self._tokenizer.decode(self._ids), len(self._ids)
+        return piece
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end."""
+        return self._tokenizer.decode(self._ids)[len(self._before) :]
+
+
+def pieces(tokenizer: TextCoder, given: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of `tokens`, which come after `given`, in final pieces."""
+    stream = TextStream(tokenizer, given)
+    for token in tokens:
+        if piece := stream.push(token):
+            yield piece
+    if rest := stream.rest():
+        yield rest
+
+
+def until(text: Iterable[str], stop: str) -> Iterator[str]:
+    """Yield `text` up to `stop`, which is left out; what may be its beginning is held back. An empty `stop`: all."""
+    held = ""
+    for piece in text:
+        held += piece
+        if stop and (at := held.find(stop)) >= 0:
+            if at:
+                yield held[:at]
+            return
+        kept = next((n for n in range(min(len(stop) - 1, len(held)), 0, -1) if held.endswith(stop[:n])), 0)
+        if len(held) > kept:
+            yield held[: len(held) - kept]
+            held = held[len(held) - kept :]
+    if held:
+        yield held

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gossamer.loss import Loss
-from gossamer.model.generate import TextCoder
+from gossamer.model.text_stream import TextCoder
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Batches
 from gossamer.run.staged_model import StagedModel

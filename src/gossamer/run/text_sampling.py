@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gossamer.comm.comm_thread import CommThread
 from gossamer.loss import Loss
-from gossamer.model.generate import TextCoder, continue_text
-from gossamer.model.next_logits import logits_of
-from gossamer.model.token_sampling import TokenSampling
+from gossamer.model.generate import continue_text, sample_token
+from gossamer.model.text_stream import TextCoder
+from gossamer.model.token_logits import logits_of
 from gossamer.run.batches import MicroBatch, RankBatch
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 
-SAMPLING = TokenSampling(temperature=0.8, top_k=50)  # as `gossamer sample` has them
+TEMPERATURE, TOP_K = 0.8, 50  # as `gossamer sample` has them
 _GRAIN = 32  # sequence lengths are multiples of it: a stage traces each length once
 
 _NONE, _FAILED = -1.0, -2.0  # in the place of a token: this rank has no logits; it could make nothing of them
@@ -97,7 +97,7 @@ class Sampler:
             logits, drawn, why = self._logits(ids), _NONE, "on another rank"
             try:
                 if logits is not None:
-                    drawn = float(SAMPLING.draw(logits, generator))
+                    drawn = float(sample_token(logits, generator, temperature=TEMPERATURE, top_k=TOP_K))
             except Exception as error:
                 drawn, why = _FAILED, f"{type(error).__name__}: {error}"
             told = [token for (token,) in gather((drawn,)).tolist()]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,13 +64,13 @@ class Tokenizer(ABC):
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the files from which transformers' AutoTokenizer loads this tokenizer; return their paths."""
 
-    @abstractmethod
-    def with_template(self, template: ChatTemplate) -> Tokenizer:
-        """Return this tokenizer with another chat template."""
-
     def encode(self, text: str) -> Ids:
         """Return the token ids (n,) of one text, without separator."""
         return self.spans([text])[0].ids
+
+    def with_template(self, template: ChatTemplate) -> Tokenizer:
+        """Return this tokenizer with another chat template."""
+        return cast(Tokenizer, replace(cast(Any, self), template=template))  # each tokenizer is a dataclass
 
 
 class TokenizerBuilder(ABC):

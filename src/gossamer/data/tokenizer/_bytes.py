@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,6 @@ class Bytes(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
         return given[given < _SEPARATOR_ID].astype(np.uint8).tobytes().decode("utf-8", "replace")
-
-    def with_template(self, template: ChatTemplate) -> Bytes:
-        return replace(self, template=template)
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the tokenizer as a byte-level BPE without merges, whose ids are the bytes."""

@@ -54,9 +54,6 @@ class Fast(Tokenizer):
         kept = [int(one) for one in ids if one != self.separator]
         return str(self.inner.decode(kept, skip_special_tokens=False))
 
-    def with_template(self, template: ChatTemplate) -> Fast:
-        return replace(self, template=template)
-
     def save(self, directory: Path) -> tuple[Path, ...]:
         separator = self.inner.id_to_token(self.separator)
         return write_files(directory, self.inner.to_str(), separator=separator, template=self.template)

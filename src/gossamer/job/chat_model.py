@@ -1,0 +1,148 @@
+"""The model to speak with: the result of a run, a Hugging Face folder, or a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gossamer.data.answer_end import answer_end
+from gossamer.data.chat_template import ChatTemplate
+from gossamer.data.rendering import template_in
+from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
+from gossamer.job.trained_run import read_trained
+from gossamer.model.chat import Chat
+from gossamer.model.generate import TokenChoice
+from gossamer.model.origin import origin_of
+from gossamer.model.token_logits import token_logits
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.view.run_directory import RunDirectory
+
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatSettings:
+    """How answers are generated. `template`: a file with a chat template; None: the tokenizer's own."""
+
+    choice: TokenChoice
+    max_new_tokens: int
+    seed: int
+    system: str = ""
+    template: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            got = str(self.max_new_tokens)
+            raise bad_input(wanted="at least 1 new token", got=got, do="set it to 1 or more", key="max_new_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What was found at a place. `step`: of the run's checkpoint, None for another model."""
+
+    module: nn.Module
+    tokenizer: Tokenizer
+    positions: int | None
+    name: str
+    step: int | None
+    folders: tuple[Path, ...]  # where generation_config.json may be
+
+
+def open_chat(place: Path, settings: ChatSettings) -> Chat:
+    """Load the model at `place` and begin a dialogue: a run directory, a Hugging Face folder, or a GGUF file.
+
+    Raises BadInput, also where there is no chat template; CheckpointMismatch.
+    """
+    found = _found(place.expanduser())
+    template = _template(found, place, settings.template)
+    chat = Chat(
+        logits=token_logits(found.module.eval()),
+        tokenizer=found.tokenizer,
+        template=template,
+        end=answer_end(template, found.tokenizer, _eos_ids(found)),
+        window=found.positions or _SEEN,
+        choice=settings.choice,
+        max_new_tokens=settings.max_new_tokens,
+        seed=settings.seed,
+        name=f"{found.name} ({type(found.module).__name__}, {_millions(found.module)})",
+        step=found.step,
+    )
+    if settings.system:
+        chat.system(settings.system)
+    return chat
+
+
+def _millions(module: nn.Module) -> str:
+    return f"{sum(one.numel() for one in module.parameters()) / 1e6:.1f}M parameters"
+
+
+_SEEN = 2048  # tokens that a model without known limit sees
+
+
+def _found(place: Path) -> _Found:
+    is_file, is_hf = place.is_file(), (place / "config.json").is_file()
+    if not is_file and not is_hf:
+        return _of_run(place)
+    origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
+    if not origin.has_weights:
+        do = "give a folder with model.safetensors"
+        raise bad_input(wanted=f"weights in {place}", got="a config.json without weights", do=do, key="model.hf")
+    tokenizer = parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
+    return _Found(
+        module=origin.build(0),
+        tokenizer=tokenizer,
+        positions=origin.positions(),
+        name=str(place),
+        step=None,
+        folders=(place,) if is_hf else (),
+    )
+
+
+def _of_run(place: Path) -> _Found:
+    trained = read_trained(place)
+    tokenizer, config = trained.words(), trained.config
+    known = trained.origin.positions() if trained.origin is not None else None
+    base = Path(trained.base or config.model.hf or "")
+    return _Found(
+        module=trained.module,
+        tokenizer=tokenizer,
+        positions=known or config.data.sequence,
+        name=str(place),
+        step=trained.step,
+        folders=(RunDirectory(place).model, base),
+    )
+
+
+def _template(found: _Found, place: Path, file: Path | None) -> ChatTemplate:
+    """Return the template in `file`, else the tokenizer's own."""
+    if file is not None:
+        try:
+            return template_in(str(file), found.tokenizer)
+        except BadInput as error:
+            raise BadInput(error.message, key="--template") from None
+    if found.tokenizer.template is not None:
+        return found.tokenizer.template
+    others = f", or let it continue a text: gossamer sample {place} PROMPT" if found.step is not None else ""
+    raise bad_input(
+        wanted=f"a chat template with the tokenizer of {place}",
+        got="none: the model was not trained on chats, or its template is not beside it",
+        do=f"give a file with one, --template FILE{others}",
+        key="chat",
+    )
+
+
+def _eos_ids(found: _Found) -> list[int]:
+    """Return the ids at which the model's own settings say that generation ends."""
+    told: list[Any] = [getattr(getattr(found.module, "generation_config", None), "eos_token_id", None)]
+    for folder in found.folders:
+        try:
+            told.append(json.loads((folder / _GENERATION).read_bytes()).get("eos_token_id"))
+        except (OSError, ValueError, AttributeError):  # there is none, or none that says it
+            continue
+    ids = [one for given in told for one in (given if isinstance(given, list) else [given])]
+    return [one for one in ids if isinstance(one, int)]
