@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.data import corpus as corpus_module
+from gossamer.data import corpus_part as corpus_module
 from gossamer.data import open_corpus
 from gossamer.data.manifest import Holdout, manifest, place
 from gossamer.data.source import parse_source

@@ -120,11 +120,30 @@ WRITTEN: dict[str, list[Any]] = {
     "train.verify.tolerance_factor": ["train.verify.tolerance_factor=9", "train.verify.every=3"],
     "train.verify.on_failure": ["train.verify.on_failure=warn", "train.verify.every=3"],
     "data.isolate": ["data.isolate=true", "data.pack=true"],
+    "data.config": ["data.config={n: 3}", "data.factory=net:data"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 
 
-@pytest.mark.parametrize("key", [one.key for one in UNREAD])
+@pytest.mark.parametrize(
+    "written",
+    ["source=sotu", "tokenizer=bpe:300", "pack=false", "isolate=true", "validation=0", "cache=here"],
+)
+def test_a_key_of_text_beside_a_factory_is_refused(written: str) -> None:
+    key = f"data.{written.partition('=')[0]}"
+    with pytest.raises(BadInput, match="which reads no") as error:
+        check_given(load(None, [f"data.{written}", "data.factory=net:data"]).config)
+    assert error.value.key == key
+    check_given(load(None, [f"data.{written}"]).config)
+
+
+def test_every_rule_about_keys_is_tested() -> None:
+    assert {one.key for one in UNREAD} == {*WRITTEN} | {
+        f"data.{name}" for name in ("source", "tokenizer", "pack", "isolate", "validation", "cache")
+    }
+
+
+@pytest.mark.parametrize("key", WRITTEN)
 def test_a_key_that_nothing_would_read_is_refused_and_beside_what_reads_it_taken(key: str) -> None:
     alone, beside = WRITTEN[key]
     against = {"plan.lossy": ["plan.exchange=dense"], "data.isolate": ["data.pack=false"]}.get(key, [])

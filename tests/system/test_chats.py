@@ -56,3 +56,15 @@ def test_what_is_wrong_with_a_chat_is_told_before_anything_starts(place: Place) 
     done = place.run("train", config)
     assert done.code == 2
     assert "chats.jsonl:41, got 'bot'" in done.err and done.err.count("data.source") == 1
+
+
+def test_a_mixture_goes_on_where_it_was_on_another_number_of_processes(place: Place) -> None:
+    told = settings(place)
+    sources = {"chat": told["data"]["source"], "text": "text:corpus/*.txt"}
+    told["data"]["source"] = {"mixture": {"sources": sources, "weights": {"chat": 1, "text": 2}}}
+    for steps in (6, 3):
+        place.good("train", place.config(train={"steps": steps, "lr_schedule": "constant"}, **told))
+    whole, part = place.runs()
+    place.good("resume", part, "machines.processes=2", "train.steps=6")
+    assert [tuple(step["samples"]) for step in records(part, "step")] == [(4 * n, 4 * n + 4) for n in range(6)]
+    assert losses(part) == pytest.approx(losses(whole), rel=1e-4)

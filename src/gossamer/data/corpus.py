@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gossamer.data.answer_spans import Rendered
-from gossamer.data.cache import held, make_folder, open_cache, read_json, write_json
-from gossamer.data.conversation_remarks import remarks_on
-from gossamer.data.manifest import SIDES, CorpusManifest, Holdout, SplitSide, cached_manifest
-from gossamer.data.packing import Split, split_of
-from gossamer.data.rendering import Rendering
-from gossamer.data.source import Source, parse_source
-from gossamer.data.stream import Stream, is_intact, read_stream, write_conversations, write_stream
+from gossamer.data.cache import open_cache
+from gossamer.data.chat_template import ChatTemplate
+from gossamer.data.corpus_part import CorpusPart, Cut, ReadSource, hash_of
+from gossamer.data.manifest import SIDES, SplitSide
+from gossamer.data.mixed_sequences import MixedSequences
+from gossamer.data.packing import Sequences
+from gossamer.data.source import parse_source
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
-
-_FORMAT = 1  # raise it when the same input would be stored otherwise
 
 
 @dataclass(frozen=True)
@@ -35,8 +30,8 @@ class Corpus:
     one.
     """
 
-    train: Split
-    validation: Split
+    train: Sequences
+    validation: Sequences
     tokenizer: Tokenizer
     manifest: dict[str, Any]
     fingerprint: str
@@ -47,10 +42,13 @@ class Corpus:
         """Return the first `limit_bytes` of text of one side, decoded from its tokens, documents joined without
         separator.
         """
-        stream = {"train": self.train, "validation": self.validation}[side].stream
-        some = stream.lengths[: 2 * limit_bytes]  # separators stand for no byte, hence the factor
-        kept = int(np.searchsorted(np.cumsum(some, dtype=np.int64), limit_bytes, side="right"))
-        return self.tokenizer.decode(stream.tokens[:kept]).encode("utf-8")
+        found = b""
+        for stream in {"train": self.train, "validation": self.validation}[side].streams():
+            left = limit_bytes - len(found)
+            some = stream.lengths[: 2 * left]  # separators stand for no byte, hence the factor
+            kept = int(np.searchsorted(np.cumsum(some, dtype=np.int64), left, side="right"))
+            found += self.tokenizer.decode(stream.tokens[:kept]).encode("utf-8")
+        return found
 
 
 def open_corpus(
@@ -71,136 +69,53 @@ def open_corpus(
     if sequence < 2:
         raise bad_input(wanted="at least 2 tokens", got=str(sequence), do="set 2 or more", key="data.sequence")
     text, recipe = parse_source(source), parse_tokenizer(tokenizer)
-    where = open_cache(cache)
-    found = cached_manifest(text, cache=where)
-    holdout = Holdout.of(found, validation, whole=text.whole)
-    identity = _hash(found.sha256, asdict(holdout))
-    words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
-    if (rendering := text.rendering(words)) is not None:
-        words = words.with_template(rendering.template)  # the one in use, for whoever keeps the tokenizer
-    fingerprint = _hash(_FORMAT, identity, words.fingerprint, *([rendering.identity] if rendering else []))
-    folder = where / "corpora" / fingerprint[:32]
-    known = _kept(folder) or _tokenized(_Reading(text, found, holdout, words, rendering), folder)
-    streams = {side: read_stream(folder, side, known[side], separator=words.separator) for side in SIDES}
-    if rendering is None:
-        _check_long_enough(streams, sequence, pack=pack, validation=validation)
-    splits = {
-        side: split_of(
-            streams[side],
-            sequence=sequence,
-            pack=pack,
-            isolate=isolate,
-            fingerprint=_hash(fingerprint, side, sequence, pack, isolate),
-        )
-        for side in SIDES
-    }
-    if rendering is not None:
-        _check_conversations(splits, streams, validation=validation)
+    where, cut = open_cache(cache), Cut(sequence, pack, isolate)
+    drawn = text.parts()
+    read = {name: ReadSource.of(part.source, validation, cache=where) for name, part in drawn.items()}
+    identities = [[name, one.identity] for name, one in read.items()]
+    identity = read[""].identity if "" in read else hash_of(identities)
+    words = recipe.make(lambda: chain(*(one.texts() for one in read.values())), identity=identity, cache=where)
+    parts = {name: one.tokenized(words, cut, cache=where) for name, one in read.items()}
     settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
-    manifest = {**known, "settings": settings}
-    remarks = (text.remark(), found.remark(), *([] if rendering is None else remarks_on(known, streams, sequence)))
-    said = "; ".join(filter(None, remarks))
-    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, said, text.stamp())
+    said = "; ".join(f"{name}: {part.remark}".removeprefix(": ") for name, part in parts.items() if part.remark)
+    template = _template_of(parts)
+    if template is not None:  # the template in use, perhaps another than the tokenizer's own
+        words = words.with_template(template)
+    if "" in parts:
+        (part,) = parts.values()
+        manifest = {**part.known, "settings": settings}
+        sides: dict[SplitSide, Sequences] = {**part.splits}
+        fingerprint = part.fingerprint
+    else:
+        weights = {name: one.weight for name, one in drawn.items()}
+        fingerprint = hash_of("mixture", [[name, part.fingerprint, weights[name]] for name, part in parts.items()])
+        manifest = {"parts": {name: part.known for name, part in parts.items()}, "settings": settings}
+        sides = {side: _mixed(parts, weights, side, cut, fingerprint) for side in SIDES}
+    return Corpus(sides["train"], sides["validation"], words, manifest, fingerprint, said, text.stamp())
 
 
-def _hash(*parts: object) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def _mixed(
+    parts: Mapping[str, CorpusPart], weights: Mapping[str, float], side: SplitSide, cut: Cut, fingerprint: str
+) -> MixedSequences:
+    """Return one side of a mixture."""
+    return MixedSequences(
+        names=tuple(parts),
+        splits=tuple(part.splits[side] for part in parts.values()),
+        weights=tuple(weights[name] for name in parts),
+        sequence=cut.sequence,
+        fingerprint=hash_of(fingerprint, side, cut.sequence, cut.pack, cut.isolate),
+    )
 
 
-def _kept(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a corpus in the cache, where all its files are complete."""
-    known = read_json(folder / "manifest.json")
-    if known is None or not all(is_intact(folder, side, known[side]) for side in SIDES):
-        return None
-    return known
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A source as its tokens are written: its manifest, the holdout, the tokenizer, and what renders conversations."""
-
-    source: Source
-    found: CorpusManifest
-    holdout: Holdout
-    tokenizer: Tokenizer
-    rendering: Rendering | None
-
-    def write(self, folder: Path, side: SplitSide) -> dict[str, Any]:
-        """Write the tokens of one side; `read` in what it returns counts the bytes of its documents."""
-        if self.rendering is None:
-            known = write_stream(self.holdout.texts(self.source, side), self.tokenizer, folder=folder, side=side)
-            return {**known, "read": known["bytes"]}
-        read = 0
-
-        def texts(rendering: Rendering) -> Iterator[Rendered]:
-            nonlocal read
-            for document in self.holdout.documents(self.source, side):
-                read += len(document.data)
-                yield rendering(document.messages, document.where)
-
-        known = write_conversations(texts(self.rendering), self.tokenizer, folder=folder, side=side)
-        return {**known, "read": read}
-
-
-def _tokenized(reading: _Reading, folder: Path) -> dict[str, Any]:
-    """Fill the cache; of several processes that ask at once, one does the work and the others find it done."""
-    found, tokenizer = reading.found, reading.tokenizer
-
-    def fill(beside: Path) -> None:
-        known: dict[str, Any] = {
-            "format": _FORMAT,
-            "source": asdict(found),
-            "holdout": asdict(reading.holdout),
-            "tokenizer": {name: getattr(tokenizer, name) for name in ("fingerprint", "vocabulary", "separator")},
-        }
-        for side in SIDES:
-            known[side] = reading.write(beside, side)
-        told = sum(known[side]["read"] for side in SIDES)
-        if told != found.bytes:
-            raise BadInput(
-                f"the corpus changed while it was read ({found.bytes} bytes at first, then {told} bytes): "
-                "start again, and leave its files unchanged until the first step",
-                key="data.source",
-            )
-        write_json(beside / "manifest.json", known)
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with held(folder.with_suffix(".lock")):
-        if _kept(folder) is None:
-            shutil.rmtree(folder, ignore_errors=True)  # something cut it short: it can be made again
-            make_folder(folder, fill)
-    known = _kept(folder)
-    assert known is not None, f"{folder} was just written"
-    return known
-
-
-def _check_long_enough(streams: dict[SplitSide, Stream], sequence: int, *, pack: bool, validation: float) -> None:
-    for side in SIDES:
-        stream = streams[side]
-        wanted = sequence if pack else 2
-        if stream.tokens.size >= wanted or (side == "validation" and validation == 0):
-            continue
-        do = "lower data.sequence or give more text"
-        if side == "validation":
-            do += ", or set data.validation higher (or to 0, for none)"
+def _template_of(parts: Mapping[str, CorpusPart]) -> ChatTemplate | None:
+    """Return the chat template of the conversations; None without any. Raises BadInput for two different ones."""
+    found = {name: part.rendering.template for name, part in parts.items() if part.rendering is not None}
+    different = [name for name, one in found.items() if one != next(iter(found.values()))]
+    if different:
         raise bad_input(
-            wanted=f"at least {wanted} tokens in the {side} text, one sequence",
-            got=f"{stream.tokens.size} ({stream.bytes} bytes in {stream.starts.size} documents)",
-            do=do,
-            key="data.sequence",
+            wanted="one chat template for all conversations, as the model is asked in one form later",
+            got=f"{next(iter(found))} and {different[0]} with different ones",
+            do="name the same file as template of both",
+            key="data.source",
         )
-
-
-def _check_conversations(
-    splits: Mapping[SplitSide, Split], streams: Mapping[SplitSide, Stream], *, validation: float
-) -> None:
-    """Raise BadInput where a side that is not left empty on purpose has no conversation to learn from."""
-    for side in SIDES:
-        if len(splits[side]) or (side == "validation" and validation == 0):
-            continue
-        raise bad_input(
-            wanted=f"a conversation in the {side} data with an answer within {splits[side].sequence} tokens",
-            got=f"{streams[side].starts.size} conversations, none with one",
-            do="raise data.sequence, or give more conversations",
-            key="data.sequence",
-        )
+    return next(iter(found.values()), None)

@@ -65,6 +65,10 @@ class Sequences(ABC):
     def is_marked(self, index: int) -> bool:
         """Return whether a part of this sequence alone is learnt, as of conversations."""
 
+    @abstractmethod
+    def streams(self) -> tuple[Stream, ...]:
+        """Return the token streams that the sequences are cut from."""
+
     def order(self, seed: int) -> Order:
         """Return the order in which a run with this seed takes the sequences."""
         return SampleOrder(seed, len(self))
@@ -114,6 +118,9 @@ class Split(Sequences):
 
     def is_marked(self, index: int) -> bool:
         return self.stream.learnt is not None
+
+    def streams(self) -> tuple[Stream, ...]:
+        return (self.stream,)
 
     def _positions(self, indices: Indices) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
         """Return index in the stream, whether there is a token, whether it begins a document; all (n, sequence)."""

@@ -80,4 +80,4 @@ def _read(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
         said = error.strerror if isinstance(error, OSError) else str(error)
         raise BadInput(f"cannot read the chat template {file} ({said}): give a jinja file", key=KEY) from None
     own = tokenizer.template or ChatTemplate(source, eos_token=tokenizer.special[0])
-    return replace(own, source=source)
+    return replace(own, source=source, origin=str(file))

@@ -52,12 +52,24 @@ class Source(ABC):
         """Return a remark for the user on the files that are read; "" for none."""
         return ""
 
+    def parts(self) -> dict[str, Part]:
+        """Return the sources to draw from, by name: this one alone, or those of a mixture."""
+        return {"": Part(self, 1.0)}
+
     def rendering(self, tokenizer: Tokenizer) -> Rendering | None:
         """Return what makes text of the conversations in this source; None where its documents are text.
 
         Raises BadInput where that cannot be made with this tokenizer.
         """
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A source of a mixture, with its weight."""
+
+    source: Source
+    weight: float
 
 
 def written(source: Source) -> str:
@@ -75,6 +87,6 @@ def parse_source(written: Written, key: str = "data.source") -> Source:
     """Parse the source of text in a configuration; raises BadInput.
 
     It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, `chat:GLOB`, or
-    {jsonl: {files: GLOB, field: body}}.
+    {jsonl: {files: GLOB, field: body}}, or {mixture: {sources: {NAME: SOURCE}, weights: {NAME: 2}}}.
     """
     return parse_written(REGISTRY, written, key=key)
