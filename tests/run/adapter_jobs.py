@@ -63,12 +63,13 @@ def train(
     base: str,
     adapter: Any,
     folder: str,
+    held: str = "full",
     steps: int = 5,
     resume: bool = False,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """One run of Gossamer, whose records and checkpoints are in `folder`."""
-    config = config_of(base, adapter, steps, sections or {})
+    config = config_of(base, adapter, steps, {**(sections or {}), "model": {"base": held}})
     asked = PartitionRequest(
         config=config,
         ranks=seat.ranks,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gossamer.model.adapter import adapter_tensors, names
+from gossamer.model.adapter import adapter_tensors, merge, names
+from gossamer.model.export import export_hf
 from gossamer.model.origin import origin_of
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import ModelSection
@@ -134,3 +135,27 @@ def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -
     for one, other, before in zip(ours, wanted, start, strict=True):
         assert float((other - before).abs().max()) > 1e-3
         assert torch.allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.parametrize("held", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("adapter", ["lora", "rslora", "lora_fa"])
+def test_on_a_base_in_blocks_it_is_peft_on_the_decoded_weights(
+    pool: Pool, tmp_path: Path, base: str, adapter: str, held: str
+) -> None:
+    way = WAYS["stages" if adapter == "lora" else "replicas"]
+    given = {"base": base, "adapter": adapter, "held": held, "folder": str(tmp_path / "run"), "steps": STEPS}
+    pool.run("run.adapter_jobs:train", way[0], sections=way[1], **given)
+    origin = origin_of(ModelSection(hf=base, adapter=adapter, base=held))
+    module = origin.build(0)
+    read_model(module, tmp_path / "run" / "checkpoints", origin.base_digest(0))
+    decoded = origin_of(ModelSection(hf=base, adapter="lora", base=held)).build(0)
+    export_hf(decoded, None, None, tmp_path / "decoded")  # B is 0: the decoded weights
+    assert losses(tmp_path / "run") == pytest.approx(by_peft(str(tmp_path / "decoded"), adapter, STEPS)[0], rel=1e-5)
+    assert not [
+        file for file in (tmp_path / "run").glob("checkpoints/*/*.safetensors") if b"blocks" in file.read_bytes()
+    ]
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = module.eval()(input_ids=ids).logits
+        merge(module)
+        assert torch.allclose(module(input_ids=ids).logits, wanted, atol=1e-5)
