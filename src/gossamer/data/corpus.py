@@ -5,17 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gossamer.data.answer_spans import Rendered
 from gossamer.data.cache import held, make_folder, open_cache, read_json, write_json
+from gossamer.data.conversation_remarks import remarks_on
 from gossamer.data.manifest import SIDES, CorpusManifest, Holdout, SplitSide, cached_manifest
 from gossamer.data.packing import Split, split_of
+from gossamer.data.rendering import Rendering
 from gossamer.data.source import Source, parse_source
-from gossamer.data.stream import Stream, is_intact, read_stream, write_stream
+from gossamer.data.stream import Stream, is_intact, read_stream, write_conversations, write_stream
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
@@ -69,14 +73,16 @@ def open_corpus(
     text, recipe = parse_source(source), parse_tokenizer(tokenizer)
     where = open_cache(cache)
     found = cached_manifest(text, cache=where)
-    holdout = Holdout.of(found, validation)
+    holdout = Holdout.of(found, validation, whole=text.whole)
     identity = _hash(found.sha256, asdict(holdout))
     words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
-    fingerprint = _hash(_FORMAT, identity, words.fingerprint)
+    rendering = text.rendering(words)
+    fingerprint = _hash(_FORMAT, identity, words.fingerprint, *([rendering.identity] if rendering else []))
     folder = where / "corpora" / fingerprint[:32]
-    known = _kept(folder) or _tokenized(text, found, holdout, words, folder)
+    known = _kept(folder) or _tokenized(_Reading(text, found, holdout, words, rendering), folder)
     streams = {side: read_stream(folder, side, known[side], separator=words.separator) for side in SIDES}
-    _check_long_enough(streams, sequence, pack=pack, validation=validation)
+    if rendering is None:
+        _check_long_enough(streams, sequence, pack=pack, validation=validation)
     splits = {
         side: split_of(
             streams[side],
@@ -87,9 +93,13 @@ def open_corpus(
         )
         for side in SIDES
     }
+    if rendering is not None:
+        _check_conversations(splits, streams, validation=validation)
     settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
     manifest = {**known, "settings": settings}
-    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, text.remark(), text.stamp())
+    remarks = (text.remark(), found.remark(), *([] if rendering is None else remarks_on(known, streams, sequence)))
+    said = "; ".join(filter(None, remarks))
+    return Corpus(splits["train"], splits["validation"], words, manifest, fingerprint, said, text.stamp())
 
 
 def _hash(*parts: object) -> str:
@@ -104,21 +114,47 @@ def _kept(folder: Path) -> dict[str, Any] | None:
     return known
 
 
-def _tokenized(
-    source: Source, found: CorpusManifest, holdout: Holdout, tokenizer: Tokenizer, folder: Path
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A source as its tokens are written: its manifest, the holdout, the tokenizer, and what renders conversations."""
+
+    source: Source
+    found: CorpusManifest
+    holdout: Holdout
+    tokenizer: Tokenizer
+    rendering: Rendering | None
+
+    def write(self, folder: Path, side: SplitSide) -> dict[str, Any]:
+        """Write the tokens of one side; `read` in what it returns counts the bytes of its documents."""
+        if self.rendering is None:
+            known = write_stream(self.holdout.texts(self.source, side), self.tokenizer, folder=folder, side=side)
+            return {**known, "read": known["bytes"]}
+        read = 0
+
+        def texts(rendering: Rendering) -> Iterator[Rendered]:
+            nonlocal read
+            for document in self.holdout.documents(self.source, side):
+                read += len(document.data)
+                yield rendering(document.messages, document.where)
+
+        known = write_conversations(texts(self.rendering), self.tokenizer, folder=folder, side=side)
+        return {**known, "read": read}
+
+
+def _tokenized(reading: _Reading, folder: Path) -> dict[str, Any]:
     """Fill the cache; of several processes that ask at once, one does the work and the others find it done."""
+    found, tokenizer = reading.found, reading.tokenizer
 
     def fill(beside: Path) -> None:
         known: dict[str, Any] = {
             "format": _FORMAT,
             "source": asdict(found),
-            "holdout": asdict(holdout),
+            "holdout": asdict(reading.holdout),
             "tokenizer": {name: getattr(tokenizer, name) for name in ("fingerprint", "vocabulary", "separator")},
         }
         for side in SIDES:
-            known[side] = write_stream(holdout.texts(source, side), tokenizer, folder=beside, side=side)
-        told = sum(known[side]["bytes"] for side in SIDES)
+            known[side] = reading.write(beside, side)
+        told = sum(known[side]["read"] for side in SIDES)
         if told != found.bytes:
             raise BadInput(
                 f"the corpus changed while it was read ({found.bytes} bytes at first, then {told} bytes): "
@@ -150,5 +186,20 @@ def _check_long_enough(streams: dict[SplitSide, Stream], sequence: int, *, pack:
             wanted=f"at least {wanted} tokens in the {side} text, one sequence",
             got=f"{stream.tokens.size} ({stream.bytes} bytes in {stream.starts.size} documents)",
             do=do,
+            key="data.sequence",
+        )
+
+
+def _check_conversations(
+    splits: Mapping[SplitSide, Split], streams: Mapping[SplitSide, Stream], *, validation: float
+) -> None:
+    """Raise BadInput where a side that is not left empty on purpose has no conversation to learn from."""
+    for side in SIDES:
+        if len(splits[side]) or (side == "validation" and validation == 0):
+            continue
+        raise bad_input(
+            wanted=f"a conversation in the {side} data with an answer within {splits[side].sequence} tokens",
+            got=f"{streams[side].starts.size} conversations, none with one",
+            do="raise data.sequence, or give more conversations",
             key="data.sequence",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,13 @@ from gossamer.spec.errors import bad_input
 _ROUNDS = 6
 
 UInt64 = NDArray[np.uint64]
+
+
+class Order(Protocol):
+    """An order of samples: global index -> sequence index, from arithmetic alone."""
+
+    def __call__(self, indices: int | Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the sequence indices of global indices, in their shape (an int gives shape ()); int64."""
 
 
 @dataclass(frozen=True)

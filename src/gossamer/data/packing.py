@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -20,67 +19,64 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gossamer.data.layout import Packed, Packing, PerDocument
+from gossamer.data.ordering import Order, SampleOrder
 from gossamer.data.stream import Int64, Stream
+from gossamer.data.whole_documents import WholeDocuments, learnt_within
 
 IGNORED = -100  # the label that losses leave out, as in Hugging Face models
 Indices: TypeAlias = Iterable[int] | NDArray[np.int64]
 
 
-class Packing(ABC):
-    """The layout of sequences in a token stream."""
+class Sequences(ABC):
+    """The sequences of one side of a corpus, each a pure function of its index."""
 
-    count: int  # sequences
-    pads: bool  # whether a sequence may hold fewer tokens than its length
+    sequence: int  # tokens in each
+    fingerprint: str
 
     @abstractmethod
-    def windows(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Return (first token, number of tokens) of each sequence; both (n,)."""
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+
+    @abstractmethod
+    def batch(self, indices: Indices) -> dict[str, Tensor]:
+        """Return `input_ids` and `labels`, both int64 (n, sequence), as Hugging Face models take them.
+
+        Labels are not shifted: the model predicts labels[:, 1:] from the tokens before. IGNORED marks padding, what is
+        not learnt, and the first token of a sequence and of a document (nothing of its own precedes it). Where
+        sequences can be padded, `attention_mask` (n, sequence) is 0 on the padding, which is on the right. With
+        `isolate`, `position_ids` (n, sequence) restart at every document, and there is no mask. transformers makes a
+        block-diagonal mask from them, provided that the model runs without a cache (use_cache=False).
+        """
+
+    @abstractmethod
+    def bytes_of(self, indices: Indices) -> int:
+        """Return the UTF-8 bytes that the valid labels of these sequences stand for."""
+
+    @abstractmethod
+    def labels_of(self, indices: Indices) -> Int64:
+        """Return the number of valid labels of each sequence (n,), as `valid_labels` counts them in the batch."""
+
+    @abstractmethod
+    def tokens_of(self, index: int) -> int:
+        """Return the number of tokens of a sequence, without padding."""
+
+    @abstractmethod
+    def is_marked(self, index: int) -> bool:
+        """Return whether a part of this sequence alone is learnt, as of conversations."""
+
+    def order(self, seed: int) -> Order:
+        """Return the order in which a run with this seed takes the sequences."""
+        return SampleOrder(seed, len(self))
+
+    def first(self, count: int) -> Int64:
+        """Return the sequences that represent all of them, `count` at most: those that an evaluation computes."""
+        return np.arange(min(count, len(self)))
 
 
 @dataclass(frozen=True)
-class Packed(Packing):
-    """The packing of full windows over the complete token stream, across documents."""
-
-    tokens: int
-    sequence: int
-    pads: bool = False
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        return max(0, self.tokens - 1) // (self.sequence - 1)
-
-    def windows(self, indices: Int64) -> tuple[Int64, Int64]:
-        return indices * (self.sequence - 1), np.full_like(indices, self.sequence)
-
-
-@dataclass(frozen=True)
-class PerDocument(Packing):
-    """The packing of windows within one document each; its last window may be shorter (two tokens at least)."""
-
-    starts: Int64  # (documents,)
-    ends: Int64  # (documents,)
-    sequence: int
-    pads: bool = True
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        return int(self._before[-1])
-
-    @cached_property
-    def _before(self) -> Int64:
-        """(documents + 1,): sequences before each document."""
-        chunks = -(-(self.ends - self.starts - 1) // (self.sequence - 1))
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
-
-    def windows(self, indices: Int64) -> tuple[Int64, Int64]:
-        document = np.searchsorted(self._before, indices, side="right") - 1
-        first = self.starts[document] + (indices - self._before[document]) * (self.sequence - 1)
-        return first, np.minimum(self.sequence, self.ends[document] - first)
-
-
-@dataclass(frozen=True)
-class Split:
-    """The sequences of one side of a corpus, each a pure function of its index. Holds no open file, no state."""
+class Split(Sequences):
+    """The sequences of one side of a corpus of one source. Holds no open file, no state."""
 
     stream: Stream
     layout: Packing
@@ -89,61 +85,60 @@ class Split:
     fingerprint: str
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return self.layout.count
 
     def batch(self, indices: Indices) -> dict[str, Tensor]:
-        """Return `input_ids` and `labels`, both int64 (n, sequence), as Hugging Face models take them.
-
-        Labels are not shifted: the model predicts labels[:, 1:] from the tokens before. IGNORED marks padding and the
-        first token of a sequence and of a document (nothing of its own precedes it). Where sequences can be padded,
-        `attention_mask` (n, sequence) is 0 on the padding, which is on the right. With `isolate`, `position_ids` (n,
-        sequence) restart at every document. transformers makes a block-diagonal mask from them, provided that the model
-        runs without a cache (use_cache=False).
-        """
         at, real, begins = self._positions(indices)
         ids = self.stream.tokens[at].astype(np.int64)
         ids[~real] = self.stream.separator
-        labels = np.where(self._predicted(real, begins), ids, IGNORED)
+        labels = np.where(self._predicted(at, real, begins), ids, IGNORED)
         found = {"input_ids": ids, "labels": labels}
-        if self.layout.pads:
-            found["attention_mask"] = real.astype(np.int64)
-        elif self.isolate:
+        if (
+            self.isolate and self.layout.joins
+        ):  # a mask would hide the borders from transformers; no token sees the padding behind it
             found["position_ids"] = _restarting(begins)
+        elif self.layout.pads:
+            found["attention_mask"] = real.astype(np.int64)
         return {name: torch.from_numpy(values) for name, values in found.items()}
 
     def bytes_of(self, indices: Indices) -> int:
-        """Return the UTF-8 bytes that the valid labels of these sequences stand for."""
         at, real, begins = self._positions(indices)
-        return int(self.stream.lengths[at[self._predicted(real, begins)]].sum(dtype=np.int64))
+        return int(self.stream.lengths[at[self._predicted(at, real, begins)]].sum(dtype=np.int64))
 
     def labels_of(self, indices: Indices) -> Int64:
-        """Return the number of valid labels of each sequence (n,), as `valid_labels` counts them in the batch."""
-        _, real, begins = self._positions(indices)
-        return np.asarray(self._predicted(real, begins).sum(1), np.int64)
+        at, real, begins = self._positions(indices)
+        return np.asarray(self._predicted(at, real, begins).sum(1), np.int64)
+
+    def tokens_of(self, index: int) -> int:
+        return int(self.layout.positions(np.array([index]))[1].sum())
+
+    def is_marked(self, index: int) -> bool:
+        return self.stream.learnt is not None
 
     def _positions(self, indices: Indices) -> tuple[Int64, NDArray[np.bool_], NDArray[np.bool_]]:
         """Return index in the stream, whether there is a token, whether it begins a document; all (n, sequence)."""
         index = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices), np.int64)
         assert index.ndim == 1 and ((index >= 0) & (index < len(self))).all(), f"no such sequences: {index}"
-        first, size = self.layout.windows(index)
-        column = np.arange(self.sequence)
-        real = column < size[:, None]
-        at = first[:, None] + np.where(real, column, 0)
+        at, real = self.layout.positions(index)
         document = np.searchsorted(self.stream.starts, at, side="right") - 1
         return at, real, self.stream.starts[document] == at
 
-    @staticmethod
-    def _predicted(real: NDArray[np.bool_], begins: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _predicted(self, at: Int64, real: NDArray[np.bool_], begins: NDArray[np.bool_]) -> NDArray[np.bool_]:
         valid = real & ~begins
         valid[:, 0] = False
-        return valid
+        return valid if self.stream.learnt is None else valid & (self.stream.learnt[at] == 1)
 
 
 def split_of(stream: Stream, *, sequence: int, pack: bool, isolate: bool, fingerprint: str) -> Split:
-    """Return the split of a token stream under these settings."""
-    layout = Packed(stream.tokens.size, sequence) if pack else PerDocument(stream.starts, stream.ends(), sequence)
-    return Split(stream, layout, sequence, isolate, fingerprint)
+    """Return the split of a token stream under these settings. Conversations stay whole; text is cut in windows."""
+    return Split(stream, _layout(stream, sequence, pack=pack), sequence, isolate, fingerprint)
+
+
+def _layout(stream: Stream, sequence: int, *, pack: bool) -> Packing:
+    if stream.learnt is not None:
+        kept, ends = learnt_within(stream, sequence)
+        return WholeDocuments.of(stream.starts[kept], ends[kept], sequence, pack=pack)
+    return Packed(stream.tokens.size, sequence) if pack else PerDocument(stream.starts, stream.ends(), sequence)
 
 
 def valid_labels(labels: Tensor) -> Tensor:

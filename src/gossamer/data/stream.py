@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gossamer.data.answer_spans import Rendered
+from gossamer.data.learnt_tokens import learnt_tokens
 from gossamer.data.tokenizer import Ids, Spans, Tokenizer
 
 _GROUP_LETTERS = 1 << 22  # documents are tokenized in groups of about this size, in parallel within one
@@ -24,12 +26,16 @@ class Stream:
 
     `tokens` (n,): ids. `lengths` (n,): UTF-8 bytes each token stands for, 0 for separators (but see `Spans.rest`).
     `starts` (documents,): index of each document's first token, so that `starts[d + 1]` follows a separator.
+
+    Of conversations: `learnt` (n,) is 1 for the tokens of answers and of the ends of their turns; `lengths` count the
+    answers' own text alone; and no separator follows a conversation, which ends as its template says.
     """
 
     tokens: Ids
     lengths: Ids
     starts: Int64
     separator: int
+    learnt: NDArray[np.uint8] | None = None  # None: all are
 
     @property
     def bytes(self) -> int:
@@ -49,16 +55,40 @@ def token_type(tokenizer: Tokenizer) -> str:
 def write_stream(texts: Iterable[str], tokenizer: Tokenizer, *, folder: Path, side: str) -> dict[str, Any]:
     """Tokenize `texts` into three flat files of `folder`; return the counts and types that `read_stream` needs."""
     types = {"tokens": token_type(tokenizer), "lengths": tokenizer.length_type, "starts": "int64"}
+    rows = (
+        {"tokens": np.append(spans.ids, tokenizer.separator), "lengths": np.append(spans.lengths, spans.rest)}
+        for spans in _tokenized(texts, tokenizer)
+    )
+    return _write(rows, types, folder=folder, side=side)
+
+
+def write_conversations(texts: Iterable[Rendered], tokenizer: Tokenizer, *, folder: Path, side: str) -> dict[str, Any]:
+    """Tokenize rendered conversations into four flat files of `folder`; return what `read_stream` needs.
+
+    A token is learnt where it stands for any letter of a learnt span. `shared` counts the answers whose first token
+    stands for letters in front of the answer too: at inference the prompt ends between them.
+    """
+    types = {"tokens": token_type(tokenizer), "lengths": "uint32", "learnt": "uint8", "starts": "int64"}
+    shared = 0
+
+    def rows() -> Iterator[dict[str, Ids]]:
+        nonlocal shared
+        for one in texts:
+            (spans,) = tokenizer.rendered_spans([one.text])
+            marks = learnt_tokens(one, spans)
+            shared += marks.shared
+            yield {"tokens": spans.ids, "lengths": marks.lengths, "learnt": marks.learnt}
+
+    return {**_write(rows(), types, folder=folder, side=side), "shared": shared}
+
+
+def _write(rows: Iterable[dict[str, Ids]], types: dict[str, str], *, folder: Path, side: str) -> dict[str, Any]:
+    """Write one document after the other, each given as its tokens and what belongs to them."""
     documents = tokens = bytes_ = 0
     with ExitStack() as open_files:
         files = {part: open_files.enter_context((folder / f"{side}.{part}").open("wb")) for part in types}
-        for spans in _tokenized(texts, tokenizer):
-            row = {
-                "tokens": np.append(spans.ids, tokenizer.separator),
-                "lengths": np.append(spans.lengths, spans.rest),
-                "starts": np.array([tokens]),
-            }
-            for part, values in row.items():
+        for row in rows:
+            for part, values in {**row, "starts": np.array([tokens])}.items():
                 files[part].write(values.astype(types[part]).tobytes())
             documents, tokens = documents + 1, tokens + row["tokens"].size
             bytes_ += int(row["lengths"].sum(dtype=np.int64))
@@ -70,14 +100,15 @@ def read_stream(folder: Path, side: str, known: dict[str, Any], *, separator: in
     tokens = _mapped(folder / f"{side}.tokens", known["types"]["tokens"])
     lengths = _mapped(folder / f"{side}.lengths", known["types"]["lengths"])
     starts = np.fromfile(folder / f"{side}.starts", np.int64)
-    return Stream(tokens, lengths, starts, separator)
+    learnt = _mapped(folder / f"{side}.learnt", "uint8") if "learnt" in known["types"] else None
+    return Stream(tokens, lengths, starts, separator, learnt)
 
 
 def is_intact(folder: Path, side: str, known: dict[str, Any]) -> bool:
-    """Return whether the three files have the sizes they were written with."""
-    counts = {"tokens": known["tokens"], "lengths": known["tokens"], "starts": known["documents"]}
+    """Return whether the files have the sizes they were written with."""
     files = {
-        folder / f"{side}.{part}": count * np.dtype(known["types"][part]).itemsize for part, count in counts.items()
+        folder / f"{side}.{part}": known["documents" if part == "starts" else "tokens"] * np.dtype(kind).itemsize
+        for part, kind in known["types"].items()
     }
     return all(file.is_file() and file.stat().st_size == size for file, size in files.items())
 

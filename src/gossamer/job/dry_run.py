@@ -63,7 +63,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
             **({} if held.cut is None else {"pipeline": plan.reasons["pipeline_schedule"]}),
         },
         "samples": [
-            {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels}
+            {"text": p.text[:400], "tokens": p.tokens, "labels": p.labels, **({"learnt": p.learnt} if p.learnt else {})}
             for p in decode_preview(corpus.train, corpus.tokenizer, seed=config.train.seed)
         ],
     }

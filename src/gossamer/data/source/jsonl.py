@@ -43,7 +43,7 @@ def jsonl_documents(name: str, file: Path, *, field: str) -> Iterator[Document]:
 
 
 def _text(line: bytes, field: str, *, where: str) -> str:
-    record = _record(line, where)
+    record = record_of(line, where)
     if field not in record:
         raise BadInput(f"{where}: no field {field!r}: {nearest(field, record)}", key=KEY)
     text = record[field]
@@ -64,7 +64,8 @@ def _text(line: bytes, field: str, *, where: str) -> str:
     return text
 
 
-def _record(line: bytes, where: str) -> dict[str, Any]:
+def record_of(line: bytes, where: str) -> dict[str, Any]:
+    """Return the JSON object of a line; raises BadInput that names `where`, "file:line"."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:

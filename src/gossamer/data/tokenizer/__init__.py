@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.data._written import parse_written
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.spec.method_config import Written
 from gossamer.spec.registry import Registry
 
@@ -23,12 +24,14 @@ class Spans:
     """The tokens of one text: `ids` (n,), and `lengths` (n,), the UTF-8 bytes each token stands for.
 
     The lengths of a text add up to its bytes, whatever the tokenizer normalizes. A text without any token leaves `rest`
-    bytes, which count for the separator that follows.
+    bytes, which count for the separator that follows. `letters` (n, 2), of rendered texts alone: the first letter of
+    each token and the one behind its last; tokens that share a letter have it in common.
     """
 
     ids: Ids
     lengths: Ids
     rest: int = 0
+    letters: Ids | None = None
 
 
 class Tokenizer(ABC):
@@ -38,10 +41,20 @@ class Tokenizer(ABC):
     separator: int
     fingerprint: str  # equal for tokenizers that give equal ids
     length_type: str  # numpy type that holds the bytes of any one token
+    template: ChatTemplate | None = None  # of the chat model that it belongs to
+    special: tuple[str, ...] = ()  # the texts of the special tokens, the separator's first
 
     @abstractmethod
     def spans(self, texts: Sequence[str]) -> list[Spans]:
         """Return the tokens of several texts, without separators."""
+
+    @abstractmethod
+    def rendered_spans(self, texts: Sequence[str]) -> list[Spans]:
+        """Return the tokens of texts that a chat template made: what spells a special token is that token."""
+
+    @abstractmethod
+    def spell(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids` with every special token spelled out, the separator too."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Spans, Tokenizer
 from gossamer.data.tokenizer._files import SEPARATOR, write_files
 
@@ -24,10 +25,20 @@ class Bytes(Tokenizer):
     separator: int = _SEPARATOR_ID
     fingerprint: str = "byte-257-v1"
     length_type: str = "uint8"
+    template: ChatTemplate | None = None
+    special: tuple[str, ...] = (SEPARATOR,)
 
     def spans(self, texts: Sequence[str]) -> list[Spans]:
         raw = [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
         return [Spans(data, np.ones(data.size, np.uint8)) for data in raw]
+
+    def rendered_spans(self, texts: Sequence[str]) -> list[Spans]:
+        return [_with_separators(text) for text in texts]
+
+    def spell(self, ids: Iterable[int]) -> str:
+        given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+        pieces = np.split(given, np.flatnonzero(given == _SEPARATOR_ID))
+        return SEPARATOR.join(self.decode(piece) for piece in pieces)
 
     def decode(self, ids: Iterable[int]) -> str:
         given = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
@@ -36,6 +47,25 @@ class Bytes(Tokenizer):
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write the tokenizer as a byte-level BPE without merges, whose ids are the bytes."""
         return write_files(directory, json.dumps(_tokenizer_json(), ensure_ascii=False), separator=SEPARATOR)
+
+
+def _with_separators(text: str) -> Spans:
+    ids: list[int] = []
+    lengths: list[int] = []
+    letters: list[tuple[int, int]] = []
+    for number, piece in enumerate(text.split(SEPARATOR)):
+        at = letters[-1][1] if letters else 0
+        if number:
+            ids.append(_SEPARATOR_ID)
+            lengths.append(len(SEPARATOR))
+            letters.append((at, at + len(SEPARATOR)))
+            at += len(SEPARATOR)
+        for place, letter in enumerate(piece, start=at):
+            data = letter.encode("utf-8")
+            ids += data
+            lengths += [1] * len(data)
+            letters += [(place, place + 1)] * len(data)
+    return Spans(np.array(ids, np.int64), np.array(lengths, np.int64), letters=np.array(letters).reshape(-1, 2))
 
 
 def _tokenizer_json() -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Ids, Spans, Tokenizer
 from gossamer.data.tokenizer._files import write_files
 from gossamer.spec.errors import bad_input
@@ -26,10 +28,27 @@ class Fast(Tokenizer):
     fingerprint: str
     inner: Any = field(repr=False, compare=False)
     length_type: str = "uint32"
+    template: ChatTemplate | None = None
+    special: tuple[str, ...] = ()
 
     def spans(self, texts: Sequence[str]) -> list[Spans]:
         found = self.inner.encode_batch(list(texts), add_special_tokens=False)
         return [_spans(text, encoding) for text, encoding in zip(texts, found, strict=True)]
+
+    def rendered_spans(self, texts: Sequence[str]) -> list[Spans]:
+        found = self._reads_special.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            replace(_spans(text, encoding), letters=np.asarray(encoding.offsets, np.int64).reshape(-1, 2))
+            for text, encoding in zip(texts, found, strict=True)
+        ]
+
+    @cached_property
+    def _reads_special(self) -> Any:
+        """A copy that reads special tokens: the switch of one tokenizer would act on all its users."""
+        return library("data.tokenizer").Tokenizer.from_str(self.inner.to_str())
+
+    def spell(self, ids: Iterable[int]) -> str:
+        return str(self.inner.decode([int(one) for one in ids], skip_special_tokens=False))
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [int(one) for one in ids if one != self.separator]
@@ -39,8 +58,11 @@ class Fast(Tokenizer):
         return write_files(directory, self.inner.to_str(), separator=self.inner.id_to_token(self.separator))
 
 
-def load(text: str, *, separator: str, key: str) -> Fast:
-    """Load the tokenizer in a tokenizer.json whose token `separator` ends documents; raises BadInput."""
+def load(text: str, *, separator: str, key: str, template: ChatTemplate | None = None) -> Fast:
+    """Load the tokenizer in a tokenizer.json whose token `separator` ends documents; raises BadInput.
+
+    `template`: the chat template that belongs to it.
+    """
     kit = library(key)
     try:
         inner = kit.Tokenizer.from_str(text)
@@ -63,7 +85,15 @@ def load(text: str, *, separator: str, key: str) -> Fast:
             key=key,
         )
     content = hashlib.sha256(f"{text}\0{separator}".encode()).hexdigest()
-    return Fast(vocabulary=max(ids.values()) + 1, separator=ids[separator], fingerprint=content, inner=inner)
+    marks = [token.content for token in inner.get_added_tokens_decoder().values() if token.special]
+    return Fast(
+        vocabulary=max(ids.values()) + 1,
+        separator=ids[separator],
+        fingerprint=content,
+        inner=inner,
+        template=template,
+        special=(separator, *(mark for mark in marks if mark != separator)),
+    )
 
 
 def library(key: str) -> Any:

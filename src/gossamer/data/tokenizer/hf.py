@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Tokenizer, TokenizerBuilder
 from gossamer.data.tokenizer._fast import load
 from gossamer.spec.errors import BadInput, bad_input
@@ -33,7 +34,7 @@ class Hf(TokenizerBuilder):
         where = Path(self.directory).expanduser()
         if (where / "tokenizer.json").is_file():
             text = _read(where / "tokenizer.json")
-            return load(text, separator=_separator(where, text), key=_KEY)
+            return load(text, separator=_separator(where, text), key=_KEY, template=ChatTemplate.read(where))
         if where.is_dir():
             return _converted(where)
         if where.is_file() and where.suffix == ".gguf":
@@ -97,7 +98,14 @@ def _converted(where: Path, **options: str) -> Tokenizer:
     if not separator:
         do = "name an eos_token in tokenizer_config.json"
         raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents: {do}", key=_KEY)
-    return load(text, separator=separator, key=_KEY)
+    return load(text, separator=separator, key=_KEY, template=_template(found))
+
+
+def _template(found: Any) -> ChatTemplate | None:
+    """Return the chat template of a tokenizer that transformers has read (of several named ones the default)."""
+    said = found.chat_template
+    source = said.get("default") if isinstance(said, dict) else said
+    return ChatTemplate(source, bos_token=found.bos_token or "", eos_token=found.eos_token or "") if source else None
 
 
 def _read(file: Path) -> str:

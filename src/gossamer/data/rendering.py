@@ -1,0 +1,83 @@
+"""The rendering of conversations: a chat template, and which part of what it makes is learnt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gossamer.data.answer_spans import Learn, Rendered, rendered
+from gossamer.data.chat_template import ChatTemplate
+from gossamer.data.conversation import KEY, Conversation
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.spec.errors import BadInput, bad_input
+
+_TODAY = "strftime_now"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """The rendering of conversations by one template.
+
+    `learn`: the answers, or all of the text; `special`: the texts of the tokenizer's special tokens.
+    """
+
+    template: ChatTemplate
+    learn: Learn
+    special: tuple[str, ...]
+
+    def __call__(self, messages: Conversation, where: str) -> Rendered:
+        """Return the text of a conversation and the spans of it that are learnt.
+
+        Raises BadInput naming `where`, also for a message that spells a special token: read as that token, it would
+        end its own turn.
+        """
+        for number, message in enumerate(messages, start=1):
+            if (found := next((mark for mark in self.special if mark in message.content), None)) is not None:
+                raise bad_input(
+                    wanted=f"text without special tokens in message {number} (role {message.role}) at {where}",
+                    got=f"{found!r}, which the tokenizer reads as a mark of its own",
+                    do="write it otherwise, or remove the line",
+                    key=KEY,
+                )
+        return rendered(messages, self.template, self.learn, where)
+
+    @property
+    def identity(self) -> str:
+        """Return a text that is equal for renderings that make equal texts of equal conversations."""
+        return f"{self.template!r} {self.learn}"
+
+
+def template_in(file: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template in `file`, or the tokenizer's own where no file is named.
+
+    Raises BadInput where there is neither, for a file that cannot be read, and for a template that asks for today's
+    date: it would make another text tomorrow.
+    """
+    found = tokenizer.template if file is None else _read(Path(file).expanduser(), tokenizer)
+    if found is None:
+        raise bad_input(
+            wanted="a chat template, which makes the text of a conversation",
+            got="a tokenizer without one",
+            do="use the tokenizer of a chat model (data.tokenizer hf:FOLDER, or a GGUF file), or name a file with a "
+            "template: data.source {chat: {files: ..., template: FILE}}",
+            key=KEY,
+        )
+    if _TODAY in found.source:
+        raise bad_input(
+            wanted="a chat template that makes the same text on any day",
+            got=f"one that asks for the date ({_TODAY})",
+            do="copy the template, write a date in place of the call, and name that file: "
+            "data.source {chat: {files: ..., template: FILE}}",
+            key=KEY,
+        )
+    return found
+
+
+def _read(file: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    try:
+        source = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error)
+        raise BadInput(f"cannot read the chat template {file} ({said}): give a jinja file", key=KEY) from None
+    own = tokenizer.template or ChatTemplate(source, eos_token=tokenizer.special[0])
+    return replace(own, source=source)
