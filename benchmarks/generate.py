@@ -36,7 +36,7 @@ def main() -> None:
     read.add_argument("--json", action="store_true", help="the last line is one JSON object (always)")
     read.add_argument("--quick", action="store_true", help="two short turns; nothing is written")
     asked = read.parse_args()
-    turns, tokens, slow = (2, 16, 4) if asked.quick else (9, 64, 16)
+    turns, tokens, slow = (2, 16, 4) if asked.quick else (9, 32, 4)
     figures = measure(asked.file or wheel(), turns=turns, tokens=tokens, slow=slow)
     if asked.quick:
         print(json.dumps(figures))
