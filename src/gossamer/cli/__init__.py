@@ -36,6 +36,16 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
+    "runs": (
+        "look_at_runs:runs",
+        "List runs, the newest first: outcome, steps, result, model, data.",
+        "runs --outcome done --since 7d",
+    ),
+    "compare": (
+        "look_at_runs:compare",
+        "Compare runs: what differs, figures at the last common step, loss curves on one axis.",
+        "compare latest runs/NAME",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",
