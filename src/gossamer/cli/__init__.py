@@ -46,6 +46,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Compare runs: what differs, figures at the last common step, loss curves on one axis.",
         "compare latest runs/NAME",
     ),
+    "report": (
+        "look_at_runs:report",
+        "Write the report of a run: one HTML file that needs no network, and the same as Markdown.",
+        "report latest --out report.html",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",

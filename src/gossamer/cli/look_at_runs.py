@@ -1,4 +1,4 @@
-"""The commands that read run directories: `gossamer runs`, `compare` and `report`. They write to no run."""
+"""The commands that read run directories: `gossamer runs`, `compare` and `report`. They change no run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gossamer.cli.output import CommandResult, Json
 from gossamer.spec.errors import bad_input
+from gossamer.spec.units import show_bytes
 from gossamer.view.run_directory import RUNS, open_run
 from gossamer.view.run_glance import glances
 from gossamer.view.run_list import Wanted, list_text
@@ -66,3 +67,29 @@ def compare(*run: Path, json: Json = False) -> CommandResult:
 
     found = Comparison.of([RunHistory.read(open_run(one)) for one in run])
     return CommandResult(found.data(), comparison_text(found, Screen.of()))
+
+
+def report(run: Path, /, *, out: Path | None = None, json: Json = False) -> CommandResult:
+    """Write the report of a run: one HTML file that needs no network, and the same as Markdown beside it.
+
+    Parameters
+    ----------
+    run
+        The run: its folder, a unique part of its name in runs/, or "latest".
+    out
+        The HTML file to write; default: report.html in the run's folder. The Markdown has its name with .md.
+    """
+    from gossamer.view.report import write_report
+    from gossamer.view.run_history import RunHistory
+
+    directory = open_run(run)
+    made = write_report(RunHistory.read(directory), out if out is not None else directory.path / "report.html")
+    text = f"{made.html} ({show_bytes(made.html_bytes)}): open it in a browser\n{made.markdown}: the same as Markdown"
+    data = {
+        "directory": str(directory.path),
+        "html": str(made.html),
+        "markdown": str(made.markdown),
+        "html_bytes": made.html_bytes,
+        "markdown_bytes": made.markdown_bytes,
+    }
+    return CommandResult(data, text, is_report=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from gossamer.spec.errors import bad_input
 from gossamer.spec.records import Evaluation, Step
 from gossamer.view.fraction import part_of
-from gossamer.view.run_history import RunHistory, dotted
+from gossamer.view.run_history import RunHistory, dotted, written
 from gossamer.view.text_chart import LETTERS, Line
 
 _RECENT = 5  # steps of which a loss is the mean, as in the live display
@@ -213,11 +212,6 @@ def _planned(run: RunHistory) -> dict[str, Any]:
     plan = run.plan
     shown = dotted(_without(plan.model_dump(mode="json"), _LONG))
     return {**shown, "units": len(plan.units), "buckets": len(plan.buckets)}
-
-
-def written(value: Any) -> str:
-    """Return a value of a configuration on one line, as JSON without quotes around a plain text."""
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _figures(

@@ -172,6 +172,11 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def written(value: Any) -> str:
+    """Return a value of a configuration on one line, as JSON without quotes around a plain text."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def _provenance(run: RunDirectory, notes: list[str]) -> dict[str, str]:
     try:
         return run.provenance()

@@ -1,4 +1,4 @@
-"""Several curves on one axis in plain text: every curve is drawn with a letter of its own, so that no color is needed."""
+"""Several curves on one axis in plain text: every curve is drawn with a letter of its own, and needs no color."""
 
 from __future__ import annotations
 
