@@ -120,7 +120,8 @@ def _fitted(widths: list[int], columns: int | None) -> list[int]:
     """Return the widths of the columns that fit, the last of them cut to what is left; 0: left out."""
     if columns is None:
         return widths
-    kept, left = [], columns + len(_GAP)
+    kept: list[int] = []
+    left = columns + len(_GAP)
     for width in widths:
         room = left - len(_GAP)
         taken = width if width <= room else room if room >= _LEAST and len(kept) > 4 else 0
@@ -138,7 +139,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 def _two_lines(row: Sequence[str], columns: int) -> tuple[str, str]:
     name, outcome, steps, result, age, *_ = row
-    parts = [outcome, steps, result, age]
-    while len(parts) > 1 and len("  " + " ".join(parts)) > columns:
-        parts.pop()
-    return cut(name, columns), cut("  " + " ".join(parts), columns)
+    for parts in ((outcome, steps, result, age), (outcome, steps, result), (outcome, result), (outcome,)):
+        if len(line := "  " + " ".join(parts)) <= columns:
+            break
+    return cut(name, columns), cut(line, columns)

@@ -6,6 +6,7 @@ The SVG is stretched to the width of the page and has no text in it: labels stay
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,15 +27,26 @@ _OUTLYING = 4.0  # the first twentieth sets the scale if it is not so many times
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve of a chart, called `name`. `is_noisy`: drawn faintly, with the line of its means."""
+    """A curve of a chart, called `name`: all its points, those that are drawn, and its clear line.
+
+    `spread` are few points with the extremes of all. The line is the means where the curve is noisy, else the spread.
+    """
 
     name: str
     points: Points
-    is_noisy: bool = False
+    spread: Points
+    line: Points
 
-    def line(self) -> Points:
-        """Return the points of its clear line."""
-        return self.points.means(_MEANS) if self.is_noisy else self.points.extremes(_PARTS)
+    @staticmethod
+    def of(name: str, points: Points, *, is_noisy: bool = False) -> Curve:
+        """Return the curve through `points`; a noisy one is drawn faintly, under the line of its means."""
+        spread = points.extremes(_PARTS)
+        return Curve(name, points, spread, points.means(_MEANS) if is_noisy else spread)
+
+    def at(self, x: float) -> float | None:
+        """Return the value at `x`; None where the curve has no point there."""
+        place = bisect_left(self.points.xs, x)
+        return self.points.ys[place] if place < len(self.points) and self.points.xs[place] == x else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,7 @@ class Chart(Block):
         )
 
     def markdown(self) -> str:
-        lines = [Line(curve.line().xs, curve.line().ys) for curve in self.curves]
+        lines = [Line(curve.line.xs, curve.line.ys) for curve in self.curves]
         drawn = "\n".join(text_chart(lines, Screen(84), x_name="steps"))
         named = ", ".join(f"{letter} {curve.name}" for letter, curve in zip(LETTERS, self.curves, strict=False))
         more = [markdown_text(text) for text in (self.unit, named if len(self.curves) > 1 else "") if text]
@@ -89,7 +101,7 @@ class Chart(Block):
     def _described(self) -> str:
         told = []
         for curve in self.curves:
-            if ys := curve.points.ys:
+            if ys := curve.spread.ys:
                 low, high = self.show(min(ys)), self.show(max(ys))
                 told.append(f"{curve.name} from {self.show(ys[0])} to {self.show(ys[-1])}, least {low}, most {high}")
         return f"{self.title}{f' in {self.unit}' if self.unit else ''}, over steps. {'; '.join(told)}."
@@ -99,9 +111,10 @@ class Chart(Block):
         longest = max((curve.points for curve in self.curves), key=len)
         every = max(1, math.ceil(len(longest) / _ROWS))
         steps = [*longest.xs[::every], *([longest.xs[-1]] if (len(longest) - 1) % every else [])]
-        known = [dict(zip(curve.points.xs, curve.points.ys, strict=True)) for curve in self.curves]
+        values = [[curve.at(step) for curve in self.curves] for step in steps]
         rows = [
-            (f"{step:.0f}", *(self.show(values[step]) if step in values else "" for values in known)) for step in steps
+            (f"{step:.0f}", *("" if value is None else self.show(value) for value in row))
+            for step, row in zip(steps, values, strict=True)
         ]
         return Table(f"{self.title}, figures", ("step", *(curve.name for curve in self.curves)), rows, figures_from=0)
 
@@ -119,7 +132,7 @@ class _Scale:
 
     @staticmethod
     def of(chart: Chart) -> _Scale:
-        points = [(x, y) for curve in chart.curves for x, y in zip(curve.points.xs, curve.points.ys, strict=True)]
+        points = [(x, y) for curve in chart.curves for x, y in zip(curve.spread.xs, curve.spread.ys, strict=True)]
         x_from, x_to = min(x for x, _ in points), max(x for x, _ in points)
         low, high = min(y for _, y in points), max(y for _, y in points)
         settled = [y for x, y in points if x >= x_from + (x_to - x_from) / 20] or [y for _, y in points]
@@ -143,9 +156,13 @@ class _Scale:
         return f'<path class="grid" d="{lines}"/>' if lines else ""
 
     def y_labels(self, show: Callable[[float], str]) -> str:
+        ticks = _ticks(self.y_from, self.y_to, 5)
+        texts = [show(y) for y in ticks]
+        if len(set(texts)) < len(texts):  # a flat curve: the usual digits do not tell its ticks apart
+            texts = [f"{y:.7g}" for y in ticks]
         inner = "".join(
-            f'<span style="top:{self.at(0, y)[1] / _HIGH:.2%}">{html_text(show(y))}</span>'
-            for y in _ticks(self.y_from, self.y_to, 5)
+            f'<span style="top:{self.at(0, y)[1] / _HIGH:.2%}">{html_text(text)}</span>'
+            for y, text in zip(ticks, texts, strict=True)
         )
         return f'<div class="ys" aria-hidden="true">{inner}</div>'
 
@@ -170,9 +187,9 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 def _paths(curve: Curve, scale: _Scale, number: int) -> str:
     found = ""
-    if curve.is_noisy and len(curve.points) > _MEANS:
-        found += f'<path class="noise c{number}" d="{_path(curve.points.extremes(_PARTS), scale)}"/>'
-    line = curve.line()
+    line = curve.line
+    if len(line) < len(curve.spread):
+        found += f'<path class="noise c{number}" d="{_path(curve.spread, scale)}"/>'
     found += f'<path class="line c{number}" d="{_path(line, scale)}"/>'
     if len(line) <= _FEW:  # a stroke without length and with round ends is a dot, however the drawing is stretched
         dots = "".join(

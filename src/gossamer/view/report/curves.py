@@ -20,12 +20,12 @@ def loss(run: RunHistory) -> list[Block]:
     unit = (run.start.loss_unit if run.start else "") or "as the model's own loss gives it"
     training = _over_steps(run, "training", lambda step: step.loss, is_noisy=True)
     steps = [one.step for one in run.evaluations]
-    validation = Curve("validation", Points.of(steps, [one.loss for one in run.evaluations]))
+    validation = Curve.of("validation", Points.of(steps, [one.loss for one in run.evaluations]))
     dropped = len(run.steps) - len(training.points)
-    remark = f"{dropped} losses are not finite, and not drawn." if dropped else ""
+    remark = f"Losses that are not finite, and not drawn: {dropped}." if dropped else ""
     found: list[Block] = _chart("Loss", unit, [training, validation], _four, remark=remark)
     known = [one for one in run.evaluations if one.bits_per_byte is not None]
-    bits = Curve("validation", Points.of([one.step for one in known], [one.bits_per_byte or 0.0 for one in known]))
+    bits = Curve.of("validation", Points.of([one.step for one in known], [one.bits_per_byte or 0.0 for one in known]))
     found += _chart("Validation", "bits per byte", [bits], _four) if len(known) > 1 else []
     more = _chart("Learning rate", "", [_over_steps(run, "learning rate", lambda step: step.lr)], _three)
     more += _chart(
@@ -63,10 +63,14 @@ def traffic(run: RunHistory) -> list[Block]:
     """Return the bytes that the first rank sent in each step, by link."""
     sent = run.summary["wire_bytes"]
     links = sorted(sent, key=lambda link: -sent[link])[:_LINKS]
-    curves = [_over_steps(run, link, lambda s, link=link: s.wire_bytes.get(link, 0), is_noisy=True) for link in links]
+    curves = [_over_steps(run, link, _sent_on(link), is_noisy=True) for link in links]
     found: list[Block] = _chart("Sent in a step", "bytes", curves, show_bytes, from_zero=True)
     left = len(sent) - len(links)
     return [*found, Paragraph(f"{left} more links are in the table alone.", "note")] if left > 0 else found
+
+
+def _sent_on(link: str) -> Callable[[Step], float]:
+    return lambda step: step.wire_bytes.get(link, 0)
 
 
 def memory(run: RunHistory) -> list[Block]:
@@ -76,7 +80,8 @@ def memory(run: RunHistory) -> list[Block]:
 
 
 def _over_steps(run: RunHistory, name: str, of: Callable[[Step], float], *, is_noisy: bool = False) -> Curve:
-    return Curve(name, Points.of([step.step for step in run.steps], [of(step) for step in run.steps]), is_noisy)
+    points = Points.of([step.step for step in run.steps], [of(step) for step in run.steps])
+    return Curve.of(name, points, is_noisy=is_noisy)
 
 
 def _chart(

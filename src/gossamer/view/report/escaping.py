@@ -7,7 +7,7 @@ import re
 
 _MARKS = re.compile(r"([\\`*_\[\]|~$])")
 _AUTOLINK = re.compile(r"(?i)\b(https?|ftp|mailto)(:)|\b(www)(\.)|(@)")
-_AT_START = re.compile(r"^([-=+#]|\d+(?=[.)](\s|$)))")
+_AT_START = re.compile(r"^([-+](?=\s|$)|-(?=-)|=(?==*\s*$)|#(?=#*(\s|$))|\d+(?=[.)](\s|$)))")
 
 
 def shown(text: str) -> str:

@@ -214,7 +214,7 @@ def _memory(run: RunHistory) -> list[Block]:
 
 
 def _events(run: RunHistory) -> list[Block]:
-    blocks: list[Block] = []
+    blocks = _starts(run)
     rejected = run.summary["rejected_steps"]
     if rejected:
         blocks.append(Paragraph(f"{rejected} steps were rejected: they changed no parameter.", "bad"))
@@ -232,6 +232,18 @@ def _events(run: RunHistory) -> list[Block]:
     if run.outcome in ("failed", "unfinished", "interrupted"):
         blocks += _logs(run)
     return blocks
+
+
+def _starts(run: RunHistory) -> list[Block]:
+    """Return the starts of a run that was resumed."""
+    found = [one for one in run.records if isinstance(one, kinds.Start)]
+    if len(found) < 2:
+        return []
+    rows = [
+        (_moment(one.time_s), str(one.step), str(one.ranks), one.exchange, one.versions.get("torch", ""))
+        for one in found[-_ROWS:]
+    ]
+    return [Table("Starts", ("started", "after step", "ranks", "exchange", "torch"), rows)]
 
 
 def _logs(run: RunHistory) -> list[Block]:

@@ -17,6 +17,8 @@ class Points:
     @staticmethod
     def of(xs: Sequence[float], ys: Sequence[float]) -> Points:
         """Return the finite points of a curve."""
+        if all(map(math.isfinite, ys)):
+            return Points(tuple(xs), tuple(ys))
         kept = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
         return Points(tuple(x for x, _ in kept), tuple(y for _, y in kept))
 
