@@ -2,8 +2,8 @@
 
     python benchmarks/view.py [--json] [--turns 5] [--runs 1000] [--steps 100000]
 
-Every figure is that of a whole process, from its start to its exit; the median over the turns, and all of them. The
-run folders are written by the benchmark (`view/made_runs.py`): records, configuration and plan, no checkpoints.
+Every figure is that of a whole process, from its start to its exit; the median over the turns, and all of them.
+`cpu` has the processor time beside the time that passed: where it is much less, something else ran. The run folders are written by the benchmark (`view/made_runs.py`): records, configuration and plan, no checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -43,9 +44,12 @@ def main() -> None:
             "compare_s": ["-m", "gossamer", "compare", "long/a", "long/b"],
         }
         took: dict[str, list[float]] = {name: [] for name in programs}
+        cpu: dict[str, list[float]] = {name: [] for name in programs}
         for turn in range(asked.turns):
             for name, words in programs.items():
-                took[name].append(timed(words, folder))
+                passed_s, worked_s = timed(words, folder)
+                took[name].append(passed_s)
+                cpu[name].append(worked_s)
             print(turn, {name: round(values[-1], 3) for name, values in took.items()}, file=sys.stderr, flush=True)
         files = {
             "report_bytes": "report.html",
@@ -62,6 +66,7 @@ def main() -> None:
             **spent,
             "import_above_python_s": round(spent["import_s"] - spent["python_s"], 3),
             **sizes,
+            "cpu": {name: round(median(values), 3) for name, values in cpu.items()},
             "targets": TARGETS,
             "turns": {name: [round(one, 3) for one in values] for name, values in took.items()},
         },
@@ -78,16 +83,16 @@ def make(folder: Path, *, runs: int, steps: int) -> None:
         make_run(folder / "long" / name, steps=steps, seed=seed)
 
 
-def timed(words: list[str], folder: Path) -> float:
-    """Return the seconds of a process of this Python; it must end well."""
+def timed(words: list[str], folder: Path) -> tuple[float, float]:
+    """Return the seconds of a process of this Python that passed, and those of its processor; it must end well."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    began = time.perf_counter()
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     done = subprocess.run([sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
-    took = time.perf_counter() - began
+    passed_s, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr[-4000:]
     if "--json" in words:
         assert len(json.loads(done.stdout)["runs"]) > 0
-    return took
+    return passed_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":

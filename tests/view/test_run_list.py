@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import time
 from dataclasses import replace
@@ -162,3 +164,23 @@ def test_the_command_lists_filters_and_answers_programs(
     assert main(["runs", str(tmp_path / "runs"), "first", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["of"] == 2 and [one["name"] for one in data["runs"]] == ["first"]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "look_at_runs.md"
+COMMANDS = re.findall(r"^gossamer .*$", PAGE.read_text("utf-8"), re.M)
+
+
+def test_every_command_of_the_page_does_what_it_is_there_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "runs" / "20261125-140730-llama", 60, at_s=1000.0)
+    made(tmp_path / "runs" / "20261125-140805-llama", 40, ends=False, at_s=2000.0)
+    assert {command.split()[1] for command in COMMANDS} == {"runs", "compare", "report"}
+    for command in COMMANDS:
+        assert main(shlex.split(command, comments=True)[1:]) == 0, command
+        assert capsys.readouterr().out
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "runs/20261125-140805-llama/report.md").is_file()
+    assert main(["compare", "llama", "latest"]) == 2
+    (refused,) = re.findall(r"^wanted one run .*$", PAGE.read_text("utf-8"), re.M)
+    assert refused in capsys.readouterr().err

@@ -90,7 +90,7 @@ def _cells(run: Glance, now_s: float) -> tuple[str, ...]:
     return (
         printable(run.name),
         run.outcome,
-        f"{run.step}/{wanted}" if run.outcome != "empty" else "-",
+        f"{run.step}/{wanted}" if run.ranks is not None else "-",  # else it has not begun
         result_words(run),
         "" if begun_s is None else age_words(now_s - begun_s),
         printable(run.model),

@@ -22,10 +22,10 @@ nav ul { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; pa
 p { max-width: 46rem; overflow-wrap: anywhere; }
 .note, .bad { border-left: 4px solid var(--note); background: var(--raised); padding: .5rem .8rem; }
 .bad { border-color: var(--bad); white-space: pre-wrap; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .7rem; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.6rem, 1fr)); gap: .7rem; margin: 0; }
 .tiles div { background: var(--raised); border: 1px solid var(--rule); border-radius: 6px; padding: .55rem .8rem; }
 .tiles dt { color: var(--soft); font-size: .85rem; }
-.tiles dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
+.tiles dd { margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }
 .facts { display: grid; grid-template-columns: minmax(9rem, max-content) 1fr; gap: .3rem 1.4rem; margin: 0; }
 .facts dt { color: var(--soft); }
 .facts dd { margin: 0; overflow-wrap: anywhere; }

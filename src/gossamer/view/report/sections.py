@@ -29,10 +29,10 @@ _SAMPLES = 3
 def sections(run: RunHistory) -> Iterator[Section]:
     """Yield the sections of the report in order; those that have nothing to say are left out."""
     yield Section("result", "Result", _result(run))
-    yield Section("run", "What ran", _what(run))
     for name, title, blocks in (
-        ("plan", "Why it ran this way", _plan(run)),
         ("loss", "Loss", curves.loss(run)),
+        ("run", "What ran", _what(run)),
+        ("plan", "Why it ran this way", _plan(run)),
         ("speed", "Speed", curves.speed(run)),
         ("traffic", "Bytes per link", [*curves.traffic(run), *_links(run)]),
         ("memory", "Memory", [*curves.memory(run), *_memory(run)]),
@@ -59,7 +59,7 @@ def _result(run: RunHistory) -> list[Block]:
     if told["validation_loss"] is not None:
         tiles.append(("validation loss", f"{told['validation_loss']:.4f}"))
     if told["final_loss"] is not None:
-        tiles.append(("loss of the last step", f"{told['final_loss']:.4f}"))
+        tiles.append(("last loss", f"{told['final_loss']:.4f}"))
     if told["tokens_per_s"]:
         tiles.append(("throughput", f"{show_count(told['tokens_per_s'])} tokens/s"))
     tiles.append(("time", show_seconds(told["seconds"])))
