@@ -133,7 +133,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     folder = folder_of(directory)
     with ExitStack() as lock:
         lock.enter_context(held(directory.path))
-        resolved = reload(run_dir, overrides or [])
+        resolved = reload(directory.path, overrides or [])  # "latest" may be another one by now
         if folder != Path.cwd():
             resolved = anchored(resolved, Path.cwd())
             _log.warning("relative paths in this run's settings refer to %s, the folder it was started in", folder)

@@ -41,6 +41,21 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
+    "runs": (
+        "look_at_runs:runs",
+        "List runs, the newest first: outcome, steps, result, model, data.",
+        "runs --outcome done --since 7d",
+    ),
+    "compare": (
+        "look_at_runs:compare",
+        "Compare runs: what differs, figures at the last common step, loss curves on one axis.",
+        "compare latest runs/NAME",
+    ),
+    "report": (
+        "look_at_runs:report",
+        "Write the report of a run: one HTML file that needs no network, and the same as Markdown.",
+        "report latest --out report.html",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",

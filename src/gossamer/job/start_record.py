@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from gossamer.model.model_profile import (
 )
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import moved
+from gossamer.run.resources import cores
 from gossamer.run.trainer import Trainer
 from gossamer.spec import records
 from gossamer.spec.method_config import told
@@ -62,7 +65,32 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         limit_s=config.train.seconds,
         loss_unit=_loss_unit(job),
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
+        machine=machine_facts(job.parts.device),
+        data_fingerprint=job.data.fingerprint,
     )
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """Return what `gossamer compare` tells apart: this machine's host name, system, processor, cores and device."""
+    usable, limit = cores()
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": f"{usable:g}{limit}",
+        "device": accelerator or device.type,
+    }
+
+
+def _processor() -> str:
+    """Return the processor's model name; its architecture where the system does not say the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.machine()
 
 
 def _loss_unit(job: RankJob) -> str:
