@@ -16,6 +16,11 @@ if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the impor
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
+    "init": (
+        "init:init",
+        "Write a run.yaml or a program to start from into the current folder, or list what there is.",
+        "init pretrain",
+    ),
     "train": (
         "train:train",
         "Train the model that a run.yaml describes, on the machines it names.",
