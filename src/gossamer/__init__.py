@@ -5,6 +5,7 @@
     gossamer.plan(model, config, ranks=4)        # how the work would be split
     gossamer.resume(run_dir, {"train.steps": 2000})
     gossamer.sample(run_dir, "The ")             # text of a trained model
+    gossamer.evaluate(run_dir, ["a.txt"])        # loss, perplexity, bits per byte
     gossamer.export(run_dir, "my-model")         # a folder that transformers loads
     gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
@@ -19,7 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api.verbs import export, load, resume, sample, train
+    from gossamer.api.verbs import evaluate, export, load, resume, sample, train
     from gossamer.own_loop import wrap
     from gossamer.own_loop.process_group import rank, ranks
     from gossamer.spec.config import RunConfig
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_VERBS = ("export", "load", "resume", "sample", "train")
+_VERBS = ("evaluate", "export", "load", "resume", "sample", "train")
 __all__ = [
     "Plan",
     "RunConfig",
     "__version__",
+    "evaluate",
     "export",
     "load",
     "plan",

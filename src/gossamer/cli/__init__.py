@@ -41,6 +41,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
+    "eval": (
+        "evaluate:evaluate",
+        "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
+        "eval runs/NAME notes.txt",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",
