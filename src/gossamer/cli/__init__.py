@@ -46,6 +46,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
         "eval runs/NAME notes.txt",
     ),
+    "sweep": (
+        "sweep:sweep",
+        "Train a configuration with several values of its keys, and compare the results.",
+        "sweep run.yaml train.optimizer.adamw.lr=1e-4,3e-4 --seeds 3",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ def evaluate(
     """
     for name, value, least in (("sequence", sequence, 2), ("sequences", sequences, 1)):
         if value is not None and value < least:
-            raise bad_input(
-                wanted=f"a number >= {least}", got=str(value), do=f"give {least} or more", key=f"--{name}"
-            )
+            raise bad_input(wanted=f"a number >= {least}", got=str(value), do=f"give {least} or more", key=f"--{name}")
     with _progress() as tick:
         data = verbs.evaluate(model, files, sequence=sequence, sequences=sequences, progress=tick)
     return CommandResult(data, _told(data))
@@ -67,7 +65,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def _told(data: Mapping[str, Any]) -> str:
     """Return the figures as a table: a line per text, and one of all where there are several."""
-    rows = [("text", "loss (nats/token)", "perplexity", "bits/byte", "tokens", "bytes")]
+    rows: list[Sequence[str]] = [("text", "loss (nats/token)", "perplexity", "bits/byte", "tokens", "bytes")]
     rows += [_row(one["text"], one) for one in data["texts"]]
     if len(data["texts"]) > 1:
         rows.append(_row("all", data))
