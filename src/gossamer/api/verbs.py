@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -409,6 +409,29 @@ def export(
         made = export_gguf(found.module, found.origin, found.tokenizer, target, kind=type or "f16")
         return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
+
+
+def evaluate(
+    model: str | Path,
+    files: Iterable[str | Path] = (),
+    *,
+    sequence: int | None = None,
+    sequences: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Return loss (nats/token), perplexity and bits per byte of a model on text or chat files (`gossamer eval`).
+
+    model:     a run directory (its newest good checkpoint), a Hugging Face folder or a GGUF file.
+    files:     files or patterns; none: the run's own validation text, as training evaluates it.
+    sequence:  tokens that the model sees at once; None: as in training, of other models 1024 at most.
+    sequences: at most so many of every text; None: all.
+    progress:  called with the text's name, the sequences done, and all of them.
+    Of chat files the answers alone count. Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.text_evaluation import evaluate_model
+
+    named = [str(file) for file in files]
+    return evaluate_model(Path(model), named, sequence=sequence, sequences=sequences, progress=progress)
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:

@@ -16,6 +16,11 @@ if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the impor
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
+    "init": (
+        "init:init",
+        "Write a run.yaml or a program to start from into the current folder, or list what there is.",
+        "init pretrain",
+    ),
     "train": (
         "train:train",
         "Train the model that a run.yaml describes, on the machines it names.",
@@ -55,6 +60,16 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "look_at_runs:report",
         "Write the report of a run: one HTML file that needs no network, and the same as Markdown.",
         "report latest --out report.html",
+    ),
+    "eval": (
+        "evaluate:evaluate",
+        "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
+        "eval runs/NAME notes.txt",
+    ),
+    "sweep": (
+        "sweep:sweep",
+        "Train a configuration with several values of its keys, and compare the results.",
+        "sweep run.yaml train.optimizer.adamw.lr=1e-4,3e-4 --seeds 3",
     ),
     "methods": (
         "methods:methods",
