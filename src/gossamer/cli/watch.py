@@ -16,7 +16,8 @@ from gossamer.spec.errors import BadInput
 from gossamer.spec.extras import install
 from gossamer.view.summary import summarize
 from gossamer.view.watch.canvas import ASCII, UNICODE, Canvas
-from gossamer.view.watch.panes import head, overview
+from gossamer.view.watch.overview_pane import overview
+from gossamer.view.watch.panes import head
 from gossamer.view.watch.run_choice import choose_run
 from gossamer.view.watch.watched_run import WatchedRun
 
@@ -48,10 +49,10 @@ def watch(run: str = "", /, *, json: Json = False) -> CommandResult:
 
 
 def _once(found: WatchedRun) -> CommandResult:
-    while found.read() and found.is_behind:
-        pass
     now_s = time.time()
-    state = found.state(now_s)
+    while found.is_behind:
+        found.read(now_s)
+    state = found.state
     data: dict[str, Any] = {"state": state.word, "why": state.why, "remaining_s": found.progress.remaining_s}
     canvas = Canvas(shutil.get_terminal_size().columns, UNICODE if _is_utf8() else ASCII, has_color=False)
     lines = [*head(found, canvas, now_s=now_s), *overview(found, canvas)]

@@ -17,7 +17,9 @@ from gossamer.view.watch.canvas import UNICODE, Canvas, Glyphs
 from gossamer.view.watch.panes import PANES, head, tabs
 from gossamer.view.watch.watched_run import WatchedRun
 
-EVERY_S = 1.0  # between two readings: drawing takes some ms of a core
+EVERY_S = 2.0  # between two readings, at least: one takes about 10 ms of a core
+LONGEST_S = 6.0  # between two readings, on a slow machine
+SHARE = 0.008  # of a core, that looking on may take
 BEHIND_S = 0.02  # between two readings of a long run's first records
 KEYS = "q quit  tab pane  p pause  ? help"
 HELP = (
@@ -33,7 +35,7 @@ HELP = (
 )
 
 
-class WatchApp(App[None]):
+class WatchApp(App[None]):  # type: ignore[misc]  # where textual is not installed
     """A run on the terminal. It reads files alone, and ends with a key or with its terminal, never with the run."""
 
     ENABLE_COMMAND_PALETTE = False
@@ -74,6 +76,7 @@ class WatchApp(App[None]):
         self._is_paused = False
         self._is_help = False
         self._paused_s = 0.0
+        self._spent_s = time.process_time()  # by this process, when it last drew
         self._shown: dict[str, Text] = {}
 
     def compose(self) -> ComposeResult:
@@ -106,7 +109,7 @@ class WatchApp(App[None]):
         self._is_paused = not self._is_paused
         self._paused_s = self._now()
         if not self._is_paused:
-            self._run_read.read()
+            self._run_read.read(self._now())
         self._draw()
 
     def action_help(self) -> None:
@@ -122,9 +125,16 @@ class WatchApp(App[None]):
     def _look(self) -> None:
         """Read, draw, and come again: soon where a long run has more to read."""
         if not self._is_paused:
-            self._run_read.read()
+            self._run_read.read(self._now())
             self._draw()
-        self.set_timer(BEHIND_S if self._run_read.is_behind and not self._is_paused else self._every_s, self._look)
+        self.set_timer(self._pause_s(), self._look)
+
+    def _pause_s(self) -> float:
+        """Return the seconds until the next reading: as many as keep this process below SHARE of a core."""
+        spent_s, self._spent_s = self._spent_s, time.process_time()
+        if self._run_read.is_behind and not self._is_paused:
+            return BEHIND_S
+        return max(self._every_s, min(LONGEST_S, (self._spent_s - spent_s) / SHARE))
 
     def _draw(self) -> None:
         canvas = Canvas(max(20, self.size.width), self._glyphs, self._has_color)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,15 @@ class Canvas:
             shown.append(text, style)
             room -= cell_len(text)
         return shown
+
+    def paragraph(self, start: tuple[str, str], text: str, style: str = "", *, indent: int = 2) -> list[Text]:
+        """Return a start and a text on as many lines as they need; those after the first have an indent."""
+        after = cell_len(start[0])
+        text = self.words(text)
+        pieces = textwrap.wrap(text, self.width, initial_indent=" " * after, subsequent_indent=" " * indent)
+        if not pieces:
+            return [self.line(start)]
+        return [self.line(start, (pieces[0][after:], style)), *(self.line((piece, style)) for piece in pieces[1:])]
 
     def narrower(self, width: int) -> Canvas:
         """Return the same terminal with fewer columns."""

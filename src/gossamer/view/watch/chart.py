@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from rich.text import Text
+
 from gossamer.spec.records import Evaluation
 from gossamer.view.curve import Curve, Frame, draw
 from gossamer.view.format import ACCENT, SECOND
-from gossamer.view.watch.canvas import Canvas, Text
+from gossamer.view.watch.canvas import Canvas
 
 LEAST_COLUMNS = 16
 LEAST_ROWS = 3

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 END_BYTES = 8192
 LINES = 200
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors and the like, of programs that take a log for a terminal
 
 
 @dataclass(slots=True)
@@ -31,7 +33,7 @@ class LogEnd:
         except OSError:
             self.lines, self.written_s, self._version = (), 0.0, (0, 0)
             return
-        lines = block.decode("utf-8", "replace").splitlines()
+        lines = _CONTROL.sub("", block.decode("utf-8", "replace")).splitlines()
         if found.st_size > END_BYTES:
             lines = lines[1:]  # cut in the middle
         self.lines = tuple(lines[-LINES:])

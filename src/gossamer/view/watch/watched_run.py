@@ -36,6 +36,7 @@ class WatchedRun:
     """The state of a run according to the files of its directory. `read` is the only way to change it."""
 
     directory: RunDirectory
+    state: RunState = field(default_factory=lambda: RunState("empty"))
     progress: RunProgress = field(default_factory=RunProgress)
     plan: Plan | None = None
     config: RunConfig | None = None
@@ -52,17 +53,17 @@ class WatchedRun:
     def __post_init__(self) -> None:
         self._tail = Tail(self.directory.records_file, most_bytes=BLOCK_BYTES)
 
-    def read(self) -> bool:
-        """Read what was added since the last time, at most BLOCK_BYTES of it; return whether there was anything."""
+    def read(self, now_s: float) -> bool:
+        """Read what was added since the last time, at most BLOCK_BYTES of it; return whether there was anything.
+
+        `now_s`: the present time, in seconds since the epoch.
+        """
         records = self._tail.read()
         for record in records:
             self._add(record)
         self.is_behind = self._tail.is_behind
+        self.state = state_of(self.directory.path, self.progress, last_s=self.last_s, now_s=now_s)
         return self._read_files() or bool(records)
-
-    def state(self, now_s: float) -> RunState:
-        """Return whether the run is under way; `now_s`: seconds since the epoch."""
-        return state_of(self.directory.path, self.progress, last_s=self.last_s, now_s=now_s)
 
     def log(self, rank: int) -> LogEnd:
         """Return the end of the log of `rank`, read anew where it has changed."""
