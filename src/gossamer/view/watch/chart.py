@@ -11,6 +11,7 @@ from gossamer.view.watch.canvas import Canvas
 
 LEAST_COLUMNS = 16
 LEAST_ROWS = 3
+APART = 5  # columns from one mark to the next, at least
 
 
 def chart(losses: Curve, evaluations: list[Evaluation], canvas: Canvas, *, rows: int) -> list[Text]:
@@ -29,7 +30,7 @@ def chart(losses: Curve, evaluations: list[Evaluation], canvas: Canvas, *, rows:
         return []
     frame = Frame(canvas.width - margin, rows - 1, curve.xs[0], curve.xs[-1], min(values), max(values))
     cells = [list(line) for line in (_stars if canvas.glyphs.is_ascii else draw)(curve, frame)]
-    marked = [frame.cell(x, y) for x, y in marks]
+    marked = _apart([frame.cell(x, y) for x, y in marks])
     for column, row in marked:
         cells[row][column] = canvas.glyphs.mark
     labels = [top, *[""] * (len(cells) - 2), bottom]
@@ -42,6 +43,15 @@ def chart(losses: Curve, evaluations: list[Evaluation], canvas: Canvas, *, rows:
     first, last = f"{curve.xs[0]:,.0f}", f"loss by step {curve.xs[-1]:,.0f}"
     axis = " " * margin + first + last.rjust(frame.columns - len(first))
     return [*lines, canvas.line((axis, "dim"))]
+
+
+def _apart(marked: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the marks, from the last one on, that leave room for the line between them."""
+    kept: list[tuple[int, int]] = []
+    for column, row in reversed(marked):
+        if not kept or kept[-1][0] - column >= APART:
+            kept.append((column, row))
+    return kept
 
 
 def _stars(curve: Curve, frame: Frame) -> list[str]:
