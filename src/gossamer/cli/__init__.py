@@ -31,6 +31,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Resume a run from its newest valid checkpoint.",
         "resume runs/NAME train.steps=2000",
     ),
+    "watch": (
+        "watch:watch",
+        "Watch a run in the terminal, while it goes on or after its end; reads its folder alone.",
+        "watch runs/NAME",
+    ),
     "sample": (
         "sample_export:sample",
         "Generate text from a prompt with the model of a run.",

@@ -49,6 +49,7 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
     peak = measure_peak_flop_per_s(trainer.attempts.stages.engine.precision.compute, job.parts.device)
     facts = facts_of(job.parts.outline)
     tokens = next(iter(one.values())).numel()
+    ranks = trainer.replica.gather((peak, float(job.where.host)))
     return records.Start(
         ranks=job.where.ranks,
         step=trainer.progress.step,
@@ -59,10 +60,11 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         data=job.data.text,
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(flop_per_token, facts.trainable / facts.parameters),
-        peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
+        peak_flop_per_s=float(ranks[:, 0].sum()),
         exchange=_in_words(plan),
         precision=trainer.attempts.stages.engine.precision.name,
         limit_s=config.train.seconds,
+        hosts=tuple(int(host) for host in ranks[:, 1]),
         loss_unit=_loss_unit(job),
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
         machine=machine_facts(job.parts.device),

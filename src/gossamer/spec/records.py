@@ -41,6 +41,7 @@ class Start(Record):
     exchange: str
     precision: str = ""  # of forward and backward
     limit_s: float = 0.0  # `train.seconds`, after which the run ends; 0: none
+    hosts: tuple[int, ...] = ()  # of each rank, its host, counted from 0; empty: not said
     loss_unit: str = ""  # "nats/token"; "": not known, as with a loss of the model's own on other data than text
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)  # of the rank that writes: host, system, processor, cores
