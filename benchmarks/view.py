@@ -3,7 +3,8 @@
     python benchmarks/view.py [--json] [--turns 5] [--runs 1000] [--steps 100000]
 
 Every figure is that of a whole process, from its start to its exit; the median over the turns, and all of them.
-`cpu` has the processor time beside the time that passed: where it is much less, something else ran. The run folders are written by the benchmark (`view/made_runs.py`): records, configuration and plan, no checkpoints.
+`cpu` has the processor time beside the time that passed: where it is much less, something else ran. The run folders
+are written by the benchmark (`view/made_runs.py`): records, configuration and plan, no checkpoints.
 """
 
 from __future__ import annotations

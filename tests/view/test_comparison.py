@@ -81,7 +81,9 @@ def test_fingerprints_of_earlier_runs_are_in_their_files(tmp_path: Path) -> None
 
 
 def test_only_what_differs_is_listed(tmp_path: Path) -> None:
-    one = history(tmp_path / "a", marked(run(4), versions={"torch": "2.12", "python": "3.11"}), batch=32)
+    one = history(
+        tmp_path / "a", marked(run(4), versions={"torch": "2.12", "python": "3.11"}, machine={"host": "a"}), batch=32
+    )
     other = history(tmp_path / "b", marked(run(4), versions={"torch": "2.13", "python": "3.11"}), batch=64)
     other.run.keep_plan(Plan(rows=(16,), microbatches=(2,)))
     found = Comparison.of([one, RunHistory.read(other.run)])
@@ -120,6 +122,7 @@ def test_an_empty_and_a_damaged_run_are_compared_as_far_as_they_go(tmp_path: Pat
     for part in ("B has no step yet", "cut short", "does not know", "There is no run.yaml", "The plan is left out"):
         assert part in said
     assert found.at is None and "At " not in comparison_text(found, Screen(80))
+    assert found.differences == (), "what is not known does not differ"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

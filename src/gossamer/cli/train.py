@@ -101,7 +101,7 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResul
     Parameters
     ----------
     run_dir
-        The folder that `gossamer train` named.
+        The run: its folder, a unique part of its name in runs/, or "latest".
     override
         key=value, wins over what the run began with.
     """

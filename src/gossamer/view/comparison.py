@@ -18,6 +18,7 @@ from gossamer.view.text_chart import LETTERS, Line
 _RECENT = 5  # steps of which a loss is the mean, as in the live display
 _CURVE_POINTS = 200  # of a curve for programs
 _ABOUT_THE_FOLDER = ("run.name", "run.directory", "run.display", "run.trackers")
+_KEYS_DIFFER = ("configuration", "plan")  # elsewhere a missing key is an earlier version that did not write it
 _LONG = ("reasons", "forecast", "units", "buckets", "turns", "format")  # of a plan: told by others, or too long
 
 
@@ -195,7 +196,12 @@ def _differences(runs: Sequence[RunHistory]) -> list[Difference]:
     ]
     found = []
     for section, values in sections:
-        for key in dict.fromkeys(key for one in values for key in one):
+        if not all(values):  # of a run without that file or start, which its notes say
+            continue
+        keys = dict.fromkeys(key for one in values for key in one)
+        if section not in _KEYS_DIFFER:
+            keys = {key: None for key in keys if all(key in one for one in values)}
+        for key in keys:
             texts = tuple(written(one[key]) if key in one else "-" for one in values)
             if len(set(texts)) > 1:
                 found.append(Difference(section, key, texts))

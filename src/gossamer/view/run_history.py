@@ -68,8 +68,11 @@ class RunHistory:
 
     @property
     def outcome(self) -> str:
-        """Return done, failed or interrupted; running where a process trains in it; unfinished without an end."""
-        return "running" if self.holder is not None else str(self.summary["outcome"])
+        """Return done, failed or interrupted; running while a process trains; unfinished, or empty without a start."""
+        if self.holder is not None:
+            return "running"
+        said = str(self.summary["outcome"])
+        return "empty" if said == "unfinished" and self.start is None else said
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -101,14 +104,15 @@ def _records(run: RunDirectory) -> tuple[list[kinds.Record], list[str]]:
         return [], [f"There is no {run.records_file.name} yet."]
     except OSError as error:
         return found, [f"{run.records_file.name} cannot be read: {error.strerror}."]
-    notes = [] if found else [f"{run.records_file.name} holds no record yet."]
+    notes = []
     if damaged:
-        lines_are = (
-            "1 line of the records is cut short and was" if damaged == 1 else f"{damaged} lines are cut and were"
-        )
-        notes.append(f"{lines_are} left out.")
+        notes.append(f"Of the records, lines that are cut short were left out: {damaged}.")
     if unknown:
-        notes.append(f"{unknown} lines of the records are of kinds or forms that this version does not know.")
+        notes.append(
+            f"Of the records, lines of kinds or forms that this version does not know were left out: {unknown}."
+        )
+    if not found:
+        notes.append(f"{run.records_file.name} holds no record{' besides' if notes else ' yet'}.")
     return found, notes
 
 
