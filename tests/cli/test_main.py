@@ -123,7 +123,9 @@ USAGE = {
     ("sample", "runs/none", "a"): "runs/none",
     ("resume", "runs/none"): "runs/none",
     ("resume", "run.yaml"): "wanted a run directory at run.yaml, got a file",
-    ("export", "runs/none", "out", "--to", "gguf"): "hf",
+    ("export", "runs/none", "out", "--to", "onnx"): "gguf",
+    ("export", "runs/none", "out", "--to", "gguf", "--type", "q2"): "q8_0",
+    ("export", "runs/none", "out", "--to", "hf", "--type", "f16"): "--type: wanted a type with --to gguf alone",
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
     ("methods", "optimzer"): "there is no category 'optimzer': did you mean 'optimizer'",
@@ -359,7 +361,7 @@ def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(verbs, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
     assert main(["resume", "runs/a", "train.steps=9", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"]]
-    monkeypatch.setattr(verbs, "export", lambda run_dir, target: {"exported": str(target), "load": "so"})
+    monkeypatch.setattr(verbs, "export", lambda run_dir, target, **rest: {"exported": str(target), "load": "so"})
     assert main(["export", "runs/a", "out", "--to", "hf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"exported": "out", "load": "so"}
     assert main(["export", "runs/a", "out", "--to", "hf"]) == 0

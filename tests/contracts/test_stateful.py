@@ -146,7 +146,7 @@ def rank_of(way: Way, rank: int, ranks: int, seed: int) -> tuple[CheckpointConte
     for _ in range(seed % 5):
         scaling.committed()
     asked = SimpleNamespace(plan=SimpleNamespace(residuals_on_resume=way.residuals))
-    parts: Any = SimpleNamespace(module=module, cut=None, config=asked)
+    parts: Any = SimpleNamespace(module=module, cut=None, config=asked, base="")
     contents = contents_of(parts, progress, states, replica, apart, scaling)
     made = SimpleNamespace(module=module, states=states, replica=replica, apart=apart, progress=progress)
     fill(contents, seed, rank)

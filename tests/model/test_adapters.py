@@ -206,3 +206,13 @@ def test_merging_leaves_a_model_without_adapter_as_it_is() -> None:
     before = {name: p.clone() for name, p in module.named_parameters()}
     merge(module)
     assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+
+
+def test_kinds_that_need_the_matrix_refuse_a_base_in_blocks() -> None:
+    said = "wanted an adapter that goes on a base in int8: lora, lora_fa, rslora, got dora"
+    with pytest.raises(BadInput, match=said):
+        origin_of(section("dora", base="int8"))
+    with pytest.raises(BadInput, match="wanted a GGUF file"):
+        origin_of(section("lora", base="gguf")).build(0)
+    with pytest.raises(ValueError, match="wanted an adapter on a base in int8"):
+        section("none", base="int8")

@@ -12,6 +12,7 @@ from gossamer.data.tokenizer.byte import Bytes
 from gossamer.model.export import export_hf
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
+from gossamer.model.quantize_base import quantize_base
 from gossamer.model.source import ModelSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
@@ -54,6 +55,15 @@ def test_transformers_loads_what_was_trained(kind: str, tmp_path: Path) -> None:
     assert json.loads((target / "config.json").read_text())["architectures"] == [type(module).__name__]
     again = origin_of(ModelSection(hf=str(target))).build(5)
     assert torch.equal(logits(module), logits(again))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # nn.Linear; Conv1D, whose weight lies turned
+def test_a_quantized_base_is_written_decoded(kind: str, tmp_path: Path) -> None:
+    module, origin = built(kind)
+    quantize_base(module, "int8")
+    export_hf(module, origin, TOKENIZER, tmp_path / "out")
+    again = origin_of(ModelSection(hf=str(tmp_path / "out"))).build(5)
+    assert torch.allclose(logits(module), logits(again), rtol=0, atol=1e-6)
 
 
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:

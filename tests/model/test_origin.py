@@ -217,7 +217,7 @@ def test_sequences_that_are_too_long() -> None:
 
 
 def test_transformers_is_imported_only_when_needed() -> None:
-    code = "import sys, gossamer.model.source as o, gossamer.model.export, gossamer.model.generate\n"
+    code = "import sys, gossamer.model.origin as o, gossamer.model.export, gossamer.model.generate\n"
     code += "from gossamer.spec.config import ModelSection\n"
     code += "o.origin_of(ModelSection(hf='llama')); o.origin_of(ModelSection(factory='a:b'))\n"
     code += "sys.exit('transformers' in sys.modules)"

@@ -63,12 +63,13 @@ def train(
     base: str,
     adapter: Any,
     folder: str,
+    held: str = "full",
     steps: int = 5,
     resume: bool = False,
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """One run of Gossamer, whose records and checkpoints are in `folder`."""
-    config = config_of(base, adapter, steps, sections or {})
+    config = config_of(base, adapter, steps, {**(sections or {}), "model": {"base": held}})
     asked = PartitionRequest(
         config=config,
         ranks=seat.ranks,
@@ -118,3 +119,29 @@ def by_peft(base: str, adapter: Any, steps: int) -> tuple[list[float], nn.Module
         update.step()
         losses.append(float(found.detach()))
     return losses, module
+
+
+def islands_by_peft(base: str, adapter: Any, steps: int, *, period: int, lr: float, momentum: float) -> list[Tensor]:
+    """The trained tensors of two islands of one rank each, after DiLoCo's loop in one process."""
+    from gossamer.spec.plan import Plan
+
+    modules = [origin_of(config_of(base, adapter, steps, {}).model).build(0) for _ in range(2)]
+    trained = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    updates = [torch.optim.AdamW(params, lr=LR, weight_decay=0.0, betas=(0.9, 0.95)) for params in trained]
+    common = [p.detach().clone() for p in trained[0]]
+    moved = [torch.zeros_like(p) for p in common]
+    feed = Feed(DatasetBatches(Rows()), Plan(rows=(8,), microbatches=(2,)), 0, 0)
+    for step in range(steps):
+        for island, rows in feed.fetch(step).items():
+            updates[island].zero_grad()
+            modules[island](**rows.rows, use_cache=False).loss.backward()
+            updates[island].step()
+        if (step + 1) % period == 0:
+            with torch.no_grad():
+                for mine, kept, one, other in zip(common, moved, *trained, strict=True):
+                    mean = mine - (one + other) / 2
+                    kept.mul_(momentum).add_(mean)
+                    mine.sub_(lr * (mean + momentum * kept))
+                    one.copy_(mine)
+                    other.copy_(mine)
+    return common

@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gossamer.model.adapter import adapter_tensors, names
+from gossamer.model.adapter import adapter_tensors, merge, names
+from gossamer.model.export import export_hf
 from gossamer.model.origin import origin_of
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import CheckpointMismatch
 from pool import Pool
-from run.adapter_jobs import HEADS, SIZES, by_peft
+from run.adapter_jobs import HEADS, SIZES, by_peft, islands_by_peft
 
 pytest.importorskip("peft")
 STEPS = 5
@@ -118,3 +119,43 @@ def test_a_coded_exchange_sends_the_adapter_alone(pool: Pool, tmp_path: Path, ba
     )
     assert all(trained < sum(one.values() if isinstance(one, dict) else [one]) < 1.3 * trained for one in sent)
     assert losses(tmp_path) == pytest.approx(by_peft(base, "lora_fa", STEPS)[0], rel=2e-2)
+
+
+def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -> None:
+    outer = {"outer_optimizer": {"nesterov": {"lr": 0.7, "momentum": 0.9}}}
+    sections = {"plan": {"sync": {"diloco": {"sync_every": 3, **outer}}}, "machines": {"islands": [[0], [1]]}}
+    given = {"base": base, "adapter": "lora", "folder": str(tmp_path), "steps": 6}
+    pool.run("run.adapter_jobs:train", 2, sections=sections, **given)
+    origin = origin_of(ModelSection(hf=base, adapter="lora"))
+    found = origin.build(0)
+    read_model(found, tmp_path / "checkpoints", origin.base_digest(0))
+    ours = [p.detach() for p in found.parameters() if p.requires_grad]
+    wanted = islands_by_peft(base, "lora", 6, period=3, lr=0.7, momentum=0.9)
+    start = [p.detach() for p in origin.build(0).parameters() if p.requires_grad]
+    for one, other, before in zip(ours, wanted, start, strict=True):
+        assert float((other - before).abs().max()) > 1e-3
+        assert torch.allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.parametrize("held", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("adapter", ["lora", "rslora", "lora_fa"])
+def test_on_a_base_in_blocks_it_is_peft_on_the_decoded_weights(
+    pool: Pool, tmp_path: Path, base: str, adapter: str, held: str
+) -> None:
+    way = WAYS["stages" if adapter == "lora" else "replicas"]
+    given = {"base": base, "adapter": adapter, "held": held, "folder": str(tmp_path / "run"), "steps": STEPS}
+    pool.run("run.adapter_jobs:train", way[0], sections=way[1], **given)
+    origin = origin_of(ModelSection(hf=base, adapter=adapter, base=held))
+    module = origin.build(0)
+    read_model(module, tmp_path / "run" / "checkpoints", origin.base_digest(0))
+    decoded = origin_of(ModelSection(hf=base, adapter="lora", base=held)).build(0)
+    export_hf(decoded, None, None, tmp_path / "decoded")  # B is 0: the decoded weights
+    assert losses(tmp_path / "run") == pytest.approx(by_peft(str(tmp_path / "decoded"), adapter, STEPS)[0], rel=1e-5)
+    assert not [
+        file for file in (tmp_path / "run").glob("checkpoints/*/*.safetensors") if b"blocks" in file.read_bytes()
+    ]
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = module.eval()(input_ids=ids).logits
+        merge(module)
+        assert torch.allclose(module(input_ids=ids).logits, wanted, atol=1e-5)

@@ -373,21 +373,40 @@ def chat(
     return open_chat(Path(model), settings)
 
 
-def export(run_dir: str | Path, target: str | Path, to: Literal["hf", "peft"] = "hf") -> dict[str, Any]:
-    """Write the model of a run as a folder that transformers loads, or the weights alone of a model of your own.
+def export(
+    run_dir: str | Path,
+    target: str | Path,
+    *,
+    to: Literal["hf", "peft", "gguf"] = "hf",
+    type: Literal["f16", "q8_0"] | None = None,
+) -> dict[str, Any]:
+    """Write the model of a run as a folder that transformers loads, a folder of peft, or a GGUF file for llama.cpp.
 
-    to: "hf" merges an adapter into the weights; "peft" writes the adapter alone, as a folder that peft loads.
-    `gossamer export RUN_DIR --to hf DIR` calls it. `load` in the result is the Python code that loads the folder.
-    Raises BadInput for a folder that exists.
+    to: "hf" merges an adapter into the weights, and writes the weights alone of a model of your own; "peft" writes the
+    adapter alone; "gguf" merges an adapter. type: how "gguf" writes matrices, f16 if None. `gossamer export RUN_DIR
+    --to hf DIR` calls it. `load` in the result is the Python code that loads what was written, `notes` (GGUF) says what
+    differs there in rare cases.
+    Raises BadInput for a target that exists, and for a model or tokenizer that llama.cpp has no equal of.
     """
     from gossamer.model.export import export_hf, export_peft
+    from gossamer.model.export_gguf import export_gguf
 
     target = Path(target)
     if target.exists():
-        raise BadInput(f"{target} exists already: nothing was written. Name a new folder, or remove that one")
+        raise BadInput(f"{target} exists already: nothing was written. Name a new one, or remove that one")
+    if to != "gguf" and type is not None:
+        raise bad_input(
+            wanted="a type with --to gguf alone",
+            got=f"{type} with --to {to}, which writes the type that the model has",
+            do="leave it out, or export with --to gguf",
+            key="--type",
+        )
     found = load(run_dir)
     if to == "peft":
         return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
+    if to == "gguf":
+        made = export_gguf(found.module, found.origin, found.tokenizer, target, kind=type or "f16")
+        return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
 
 

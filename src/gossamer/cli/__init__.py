@@ -38,7 +38,7 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     ),
     "export": (
         "sample_export:export",
-        "Export the model of a run, e.g. to a Hugging Face directory.",
+        "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
     "methods": (

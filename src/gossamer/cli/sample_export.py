@@ -60,18 +60,29 @@ def sample(
     return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 
 
-def export(run_dir: Path, target: Path, /, *, to: Literal["hf", "peft"], json: Json = False) -> CommandResult:
-    """Export the model of a run, e.g. to a Hugging Face directory: `gossamer export runs/NAME --to hf DIR`.
+def export(
+    run_dir: Path,
+    target: Path,
+    /,
+    *,
+    to: Literal["hf", "peft", "gguf"],
+    type: Literal["f16", "q8_0"] | None = None,
+    json: Json = False,
+) -> CommandResult:
+    """Export the model of a run: `gossamer export runs/NAME --to hf DIR`, or `--to gguf FILE` for llama.cpp.
 
     Parameters
     ----------
     run_dir
         The folder that `gossamer train` named.
     target
-        A folder that does not exist yet.
+        A folder (hf) or file (gguf) that does not exist yet.
     to
-        hf: weights, config and tokenizer for Hugging Face transformers, an adapter merged into the weights.
-        peft: the adapter alone, for Hugging Face peft.
+        hf: weights, config and tokenizer for Hugging Face transformers, an adapter merged into the weights. peft: the
+        adapter alone, for Hugging Face peft. gguf: one file for llama.cpp.
+    type
+        The type of the matrices in a GGUF file: f16, or q8_0 (8 bits in blocks of 32).
     """
-    data = verbs.export(run_dir, target, to)
-    return CommandResult(data, f"{target} is written: {data['load']}", is_report=True)
+    data = verbs.export(run_dir, target, to=to, type=type)
+    said = [f"{target} is written: {data['load']}", *(f"note: {note}" for note in data.get("notes", ()))]
+    return CommandResult(data, "\n".join(said), is_report=True)

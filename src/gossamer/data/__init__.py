@@ -6,16 +6,18 @@ run resumes at any sample, on any number of ranks, by asking for that sample.
 
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.data.entropy import TextStatistics, statistics
-from gossamer.data.ordering import SampleOrder, order
-from gossamer.data.packing import IGNORED, Split, valid_labels
+from gossamer.data.ordering import Order, SampleOrder, order
+from gossamer.data.packing import IGNORED, Sequences, Split, valid_labels
 from gossamer.data.preview import Preview, decode_preview
 from gossamer.data.share import global_indices, rows_for, share_rows
 
 __all__ = [
     "Corpus",
     "IGNORED",
+    "Order",
     "SampleOrder",
     "Preview",
+    "Sequences",
     "Split",
     "TextStatistics",
     "decode_preview",

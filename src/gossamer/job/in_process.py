@@ -263,8 +263,7 @@ def _check_as_it_is(config: RunConfig) -> None:
     """Raise BadInput for settings that would change a module which a program passes: it is trained as it is."""
     if config.model.adapter != "none" or config.model.freeze or config.model.unfreeze:
         raise bad_input(
-            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put an adapter on it or freeze "
-            "parts of it",
+            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put an adapter on it",
             got="a module that is built already",
             do="call gossamer.model.adapter.adapt on it, or peft's inject_adapter_in_model, and freeze parameters with "
             "requires_grad_(False)",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
+from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
 from gossamer.model.source.factory import Factory
@@ -56,7 +57,7 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     """
     merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
-    files = _beside(origin, tokenizer)
+    files = files_beside(origin, tokenizer)
     if not _is_of_transformers(inner):
         config, own, build = _own(inner, origin)
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
@@ -83,7 +84,7 @@ def _export(
     export_directory(target, tensors, config, beside, max_shard_bytes=max_shard_bytes)
 
 
-def _beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
+def files_beside(origin: ModelSource | None, tokenizer: Tokenizer | None) -> Files:
     """Return the files of `origin`, unless the model was trained with another tokenizer."""
     files = origin.files() if origin is not None else {}
     if tokenizer is None:
@@ -129,6 +130,16 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `module` as published: every tied parameter once, the weights of quantized layers decoded."""
+    state = untied_state(module)
+    for name, layer in quantized_layers(module).items():
+        state[f"{name}.weight"] = layer.weight_as_given()
+        for buffer in BUFFERS:
+            state.pop(f"{name}.{buffer}", None)
+    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+
+
+def untied_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state of `module` with every tied parameter under one name: the one that its tie points at."""
     state: dict[str, Tensor] = module.state_dict()
     ties: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
@@ -137,7 +148,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
         for name in names:
             if name != kept:
                 state.pop(name, None)
-    return {name: tensor.detach().contiguous() for name, tensor in state.items()}
+    return state
 
 
 def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

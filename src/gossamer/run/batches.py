@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from gossamer.data import SampleOrder, Split
+from gossamer.data import Order, SampleOrder, Sequences
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.sync import LocalStepSchedule
@@ -35,11 +35,19 @@ class Batches(ABC):
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         """Return the bytes of text that the labels of these sequences stand for; None for data other than text."""
 
+    def order(self, seed: int) -> Order:
+        """Return the order in which a run with this seed takes the sequences."""
+        return SampleOrder(seed, len(self))
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        """Return the sequences that represent all of them, `count` at most, for an evaluation."""
+        return np.arange(min(count, len(self)))
+
 
 class TextBatches(Batches):
-    """The training or the validation split of a text corpus."""
+    """The training or the validation sequences of a corpus."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Sequences) -> None:
         self._split = split
 
     def __len__(self) -> int:
@@ -50,6 +58,12 @@ class TextBatches(Batches):
 
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         return self._split.bytes_of(indices)
+
+    def order(self, seed: int) -> Order:
+        return self._split.order(seed)
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        return self._split.first(count)
 
 
 class DatasetBatches(Batches):
@@ -144,7 +158,7 @@ class Feed:
         first_row = sum(self.plan.rows[: self.replica])
         there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
         start = self._before(step) + sum(there)
-        order = SampleOrder(self.seed, len(self.batches))
+        order = self.batches.order(self.seed)
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))

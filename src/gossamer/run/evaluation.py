@@ -62,31 +62,31 @@ class Evaluator:
             return None
         began = time.perf_counter()
         self.at(step, "evaluate")
-        count = min(self.sequences, len(self.validation))
+        chosen = self.validation.first(self.sequences)
         plan, replica = self.feed.plan, self.feed.replica
-        slices = [list(self._slices(count, r)) for r in range(plan.mesh.replica)]
+        slices = [list(self._slices(chosen, r)) for r in range(plan.mesh.replica)]
         self.stages.engine.module.eval()
         # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.shards_parameters else 0
         sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle, step))
         sums = sums.sum(0)
         loss = float(sums[0] / sums[1]) if sums[1] else math.nan
-        text_bytes = self.validation.text_bytes(np.arange(count))
+        text_bytes = self.validation.text_bytes(chosen)
         self.sink(
             records.Evaluation(
                 step=step,
                 loss=loss,
                 bits_per_byte=float(sums[0]) / math.log(2) / text_bytes if text_bytes else None,
-                sequences=count,
+                sequences=len(chosen),
                 seconds=time.perf_counter() - began,
             )
         )
         return loss
 
-    def _slices(self, count: int, replica: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Return the sequences that a replica evaluates, of `count` in all, in slices as long as its micro-batches."""
+    def _slices(self, chosen: np.ndarray[Any, Any], replica: int) -> Iterator[np.ndarray[Any, Any]]:
+        """Return the sequences that a replica evaluates, of all those chosen, in slices as long as its micro-batches."""
         plan = self.feed.plan
-        mine = np.asarray(part(count, replica, plan.mesh.replica), dtype=np.int64)
+        mine = chosen[np.asarray(part(len(chosen), replica, plan.mesh.replica), dtype=np.int64)]
         largest = max(1, plan.rows[replica] // plan.microbatches[replica])
         return (mine[rows] for rows in row_slices(len(mine), largest))
 
@@ -119,5 +119,5 @@ class Evaluator:
         """Return an estimate of an evaluation's seconds: a forward takes a third of a step."""
         if self.validation is None:
             return 0.0
-        sequences = min(self.sequences, len(self.validation))
+        sequences = len(self.validation.first(self.sequences))
         return pace_s * sequences / sum(self.feed.plan.rows) / 3

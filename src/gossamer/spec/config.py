@@ -66,12 +66,26 @@ class ModelSection(Section):
         "none",
         description="none, or a method of `gossamer methods model/adapter`: trains a few numbers beside frozen weights",
     )
+    base: Literal["full", "bf16", "int8", "int4", "gguf"] = Field(
+        "full",
+        description="how the frozen linear layers under an adapter are held: as `dtype`, or in blocks; gguf: those "
+        "of the file",
+    )
     freeze: list[str] = Field(
         [], description="regular expressions: parameters in whose name one is found stay as they are"
     )
     unfreeze: list[str] = Field(
         [], description="regular expressions: parameters that are trained although an adapter or `freeze` holds them"
     )
+
+    @model_validator(mode="after")
+    def _base_is_frozen(self) -> ModelSection:
+        if self.base != "full" and self.adapter == "none":
+            raise ValueError(
+                f"wanted an adapter on a base in {self.base}, whose layers cannot be trained, got model.adapter none: "
+                "set model.adapter to lora, or model.base to full"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

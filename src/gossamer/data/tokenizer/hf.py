@@ -14,6 +14,8 @@ from gossamer.data.tokenizer import Tokenizer, TokenizerBuilder
 from gossamer.data.tokenizer._fast import load
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
+from gossamer.store.gguf import read_summary
+from gossamer.store.gguf_vocabulary import with_pre_tokenizer
 
 _KEY = "data.tokenizer"
 _USUAL = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
@@ -90,6 +92,9 @@ def _converted(where: Path, **options: str) -> Tokenizer:
         said = (str(error) or repr(error)).splitlines()[0]
         do = "give a folder with the files that `tokenizer.save_pretrained` writes"
         raise BadInput(f"no tokenizer can be read from {where} ({said}): {do}", key=_KEY) from None
+    if gguf_file := options.get("gguf_file"):
+        pre = read_summary(where / gguf_file).tokenizer.partition("/")[2]
+        text = with_pre_tokenizer(text.encode(), pre).decode()
     if not separator:
         do = "name an eos_token in tokenizer_config.json"
         raise BadInput(f"the tokenizer in {where} has neither eos_token nor sep_token to end documents: {do}", key=_KEY)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.quantized_linear import QuantizedLinear
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
 
@@ -41,6 +42,8 @@ def inject(module: nn.Module, config: Any) -> None:
     mapping = importlib.import_module("peft.mapping")
     # Without a graph: where parameters have no memory, peft's `.to` swaps tensors, which a graph that it left prevents.
     with quiet(), torch.no_grad():
+        if any(isinstance(inner, QuantizedLinear) for inner in module.modules()):
+            config._register_custom_module({QuantizedLinear: importlib.import_module("peft.tuners.lora.layer").Linear})
         mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, config, ADAPTER)
 
 
@@ -90,15 +93,31 @@ def merge(module: nn.Module) -> None:
     Raises BadInput for an adapter with numbers that are not finite.
     """
     for path, layer in [*layers(module)]:
-        try:
-            layer.merge(safe_merge=True)
-        except ValueError as error:
-            said = f"the adapter of {path} cannot be merged ({error}): export an earlier checkpoint"
-            raise BadInput(said, key=_KEY) from None
         parent, _, leaf = path.rpartition(".")
-        setattr(module.get_submodule(parent), leaf, layer.get_base_layer())
+        setattr(module.get_submodule(parent), leaf, _merged(path, layer))
     if hasattr(module, "peft_config"):
         del module.peft_config
+
+
+@torch.no_grad()
+def _merged(path: str, layer: Any) -> nn.Module:
+    """Return the layer that computes what `layer` does, without an adapter; of a layer in blocks, one with a matrix."""
+    base = layer.get_base_layer()
+    if isinstance(base, QuantizedLinear):
+        if base.is_turned:
+            raise BadInput(f"{path} is a Conv1D in blocks, which cannot be merged: export with --to peft", key=_KEY)
+        whole = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.dtype)
+        whole.weight.copy_(base.weight + layer.get_delta_weight(ADAPTER).to(base.dtype))
+        if base.bias is not None:
+            whole.bias = base.bias
+        return whole.train(base.training)
+    try:
+        layer.merge(safe_merge=True)
+    except ValueError as error:
+        said = f"the adapter of {path} cannot be merged ({error}): export an earlier checkpoint"
+        raise BadInput(said, key=_KEY) from None
+    found: nn.Module = base
+    return found
 
 
 def folder_files(module: nn.Module, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from gossamer.model.quantized_linear import QuantizedLinear, is_conv1d
 from gossamer.model.units import block_names
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -46,7 +47,4 @@ def targets_of(module: nn.Module, patterns: Sequence[str], *, key: str) -> tuple
 
 
 def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Linear):
-        return True
-    kinds = {f"{base.__module__}.{base.__name__}" for base in type(module).__mro__}
-    return bool(kinds & {"transformers.pytorch_utils.Conv1D", "gossamer.model.quantized.linear.QuantizedLinear"})
+    return isinstance(module, (nn.Linear, QuantizedLinear)) or is_conv1d(module)

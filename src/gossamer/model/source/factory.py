@@ -25,7 +25,7 @@ from gossamer.spec.suggest import nearest
 
 _KEY = "model.factory"
 _VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names is the number of token ids
-_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parent))
+_NOT_THEIRS = ("importlib", "site-packages", "dist-packages", str(Path(__file__).parents[1]))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,13 @@ from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
 from gossamer.model.source._digest import digest
+from gossamer.model.source._gguf_blocks import put_layers, read_blocks
+from gossamer.model.source._gguf_config import complete
 from gossamer.model.source._weights import give
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.store.gguf import GgufSummary, read_summary, without_words
+from gossamer.store.gguf_vocabulary import with_pre_tokenizer
 
 _KEY = "model.gguf"
 _READER = "transformers.modeling_gguf_pytorch_utils"
@@ -62,8 +65,7 @@ class Gguf(ModelSource):
 
     def build(self, seed: int) -> nn.Module:
         module = self.bare(seed)
-        names = frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]}
-        self.load(module, names, seed=seed)
+        self.load(module, _first_names(module), seed=seed)
         return module
 
     @property
@@ -77,6 +79,24 @@ class Gguf(ModelSource):
     def bare(self, seed: int) -> nn.Module:
         with seeded(seed), kit.quietly(_KEY, wanted=f"to build the model of {self.of}") as library:
             return kit.fresh(library, self._config, self.dtype)
+
+    def build_in_blocks(self, seed: int) -> nn.Module:
+        """Build the model with its linear layers frozen, in the very blocks of the file (see `keep_blocks`)."""
+        module = self.bare(seed)
+        self.keep_blocks(module)
+        self.load(module, _first_names(module), seed=seed)
+        return module
+
+    def keep_blocks(self, module: nn.Module) -> dict[str, str]:
+        """Replace linear layers of `module` by quantized ones for the blocks of the file; return their GGUF types.
+
+        The layers (by name) are those that `quantize_base` would take and the file does not hold in float32. They have
+        no values yet: `load` fills them, by the names of their buffers, without decoding anything. Rows that llama.cpp
+        permutes are put in order, which changes no block. Raises BadInput for an architecture whose weights llama.cpp
+        holds in another layout.
+        """
+        with kit.quietly(_KEY, wanted=f"the blocks of a {self._config.model_type} in {self.of}"), without_words():
+            return put_layers(importlib.import_module("gguf").GGUFReader(str(self._file)), module)
 
     def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         first = {name: group[0] for group in tied_names(module) for name in group}
@@ -104,7 +124,9 @@ class Gguf(ModelSource):
                 str(self._file.parent), gguf_file=self._file.name, local_files_only=True
             )
             tokenizer.save_pretrained(folder)
-            return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+            files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+        files["tokenizer.json"] = with_pre_tokenizer(files["tokenizer.json"], self._summary.tokenizer.partition("/")[2])
+        return dict(files)
 
     def kept(self) -> Files:
         return {**self.files(), "config.json": kit.written(self._config)}
@@ -132,8 +154,14 @@ class Gguf(ModelSource):
                 str(self._file.parent), gguf_file=self._file.name, local_files_only=True
             )
             kit.check_keys(type(config), self.config)
+            complete(config, importlib.import_module("gguf").GGUFReader(str(self._file)))
             config.update(dict(self.config))
             return config
+
+
+def _first_names(module: nn.Module) -> frozenset[str]:
+    """Return the names of all tensors of a module, tied ones once."""
+    return frozenset(module.state_dict()) - {n for group in tied_names(module) for n in group[1:]}
 
 
 def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> None:
@@ -146,6 +174,8 @@ def _read(file: Path, module: nn.Module, wanted: frozenset[str], take: Take) -> 
         kind = bytes(opened.fields["general.architecture"].parts[-1]).decode()
         processor = reader.TENSOR_PROCESSORS.get(kind, reader.TensorProcessor)(config=parsed["config"])
         names = reader.get_gguf_hf_weights_map(module, processor)
+    for name, blocks in read_blocks(opened, module, wanted):
+        take(name, blocks)
     for held in opened.tensors:
         if names.get(held.name, held.name) not in wanted:
             continue

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.adapter import adapter_tensors
+from gossamer.model.quantized_linear import quantized_layers
 from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.slices import row_slice
@@ -122,10 +123,14 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def saved_state(module: nn.Module, base: str) -> Iterator[tuple[str, Tensor]]:
     """Yield what a checkpoint saves of `named_state`: all, or with a base what is not frozen in it."""
-    own = {one.name for one in adapter_tensors(module)} if base else frozenset[str]()
+    if not base:
+        yield from named_state(module)
+        return
+    own = {one.name for one in adapter_tensors(module)}
+    blocks = {id(held) for layer in quantized_layers(module).values() for held in layer.buffers()}
     for name, tensor in named_state(module):
-        is_of_base = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in own
-        if not (base and is_of_base):
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in own
+        if not is_frozen and id(tensor) not in blocks:
             yield name, tensor
 
 

@@ -1,0 +1,173 @@
+"""Export of a model to a GGUF file, which llama.cpp runs: in float16, or in blocks of 8 bits (Q8_0)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.model.adapter import merge
+from gossamer.model.export import files_beside, untied_state
+from gossamer.model.gguf_architecture import (
+    GgufArchitecture,
+    architecture_of,
+    gguf_name,
+    heads_of,
+    permuted,
+    sizes_of,
+)
+from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
+from gossamer.model.source import ModelSource
+from gossamer.spec.errors import bad_input
+from gossamer.store.gguf_vocabulary import GgufVocabulary, read_vocabulary
+from gossamer.store.gguf_write import GgufTensor, check_new, gguf_package, write_gguf
+
+GgufType = Literal["f16", "q8_0"]
+Held = Tensor | QuantizedLinear  # what holds a tensor: a quantized layer is decoded when its turn comes
+_FILE_TYPE = {"f16": 1, "q8_0": 7}  # general.file_type: most tensors are of it
+_BLOCK = 32  # elements of a Q8_0 block
+_SLAB = 1 << 20  # elements that are quantized at a time
+
+
+def export_gguf(
+    module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None, target: Path, *, kind: GgufType = "f16"
+) -> dict[str, Any]:
+    """Write `module` to the new GGUF file `target`; return its bytes, its tensors, and notes.
+
+    Matrices are written as `kind`; those whose rows are no multiple of 32 elements as float16 also where it is q8_0;
+    norms and biases as float32. An adapter is merged into the weights of `module`, in place. The tokenizer is that of
+    `origin`, or `tokenizer` if it is another one. Tensors are converted one by one. Raises BadInput for an existing
+    target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer.
+    """
+    check_new(target)
+    merge(module)
+    inner: Any = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
+    architecture = architecture_of(inner)
+    sizes = sizes_of(inner, architecture)
+    vocabulary = _vocabulary(inner, origin, tokenizer)
+    held = _held(inner)
+    tensors = [_planned(name, tensor, kind) for name, tensor in held.items()]
+    if sizes.frequency_factors is not None:
+        held["rope_freqs.weight"] = sizes.frequency_factors
+        tensors.append(GgufTensor("rope_freqs.weight", tuple(sizes.frequency_factors.shape), "F32"))
+    fields = {
+        "general.type": "model",
+        "general.name": _title(target),
+        "general.file_type": _FILE_TYPE[kind],
+        **({"general.quantization_version": 2} if kind == "q8_0" else {}),
+        **sizes.fields,
+        **vocabulary.fields(),
+    }
+    contents = _contents(held, tensors, architecture, inner.config)
+    file_bytes = write_gguf(target, architecture.name, fields, tensors, contents)
+    notes = [*sizes.notes, *vocabulary.notes, *_kept_wide(tensors, kind)]
+    return {"bytes": file_bytes, "tensors": len(tensors), "type": kind, "notes": notes}
+
+
+def _title(target: Path) -> str:
+    """Return the model's name: transformers takes a model named "mistral" for another architecture."""
+    return "Mistral" if target.stem == "mistral" else target.stem
+
+
+def _vocabulary(module: Any, origin: ModelSource | None, tokenizer: Tokenizer | None) -> GgufVocabulary:
+    files = {n: f if isinstance(f, bytes) else f.read_bytes() for n, f in files_beside(origin, tokenizer).items()}
+    if "tokenizer.json" not in files:
+        raise bad_input(
+            wanted="a tokenizer.json for the GGUF file",
+            got=f"a model with {', '.join(sorted(files)) or 'no tokenizer'}",
+            do="export with --to hf",
+        )
+    config, eos = module.config, module.config.eos_token_id
+    return read_vocabulary(
+        files,
+        size=module.get_input_embeddings().weight.shape[0],
+        bos=config.bos_token_id,
+        eos=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    )
+
+
+def _held(module: nn.Module) -> dict[str, Held]:
+    """Return the tensors of `module` by their name in the file. Raises BadInput for one that has no place there."""
+    layers = quantized_layers(module)
+    blocks = {f"{name}.{buffer}" for name in layers for buffer in BUFFERS}
+    state: dict[str, Held] = {name: one for name, one in untied_state(module).items() if name not in blocks}
+    state |= {f"{name}.weight": layer for name, layer in layers.items()}
+    found: dict[str, Held] = {}
+    for name, tensor in state.items():
+        place = gguf_name(name)
+        if place is None:
+            raise bad_input(
+                wanted=f"tensors that llama.cpp knows in a {type(module).__name__}",
+                got=f"{name} of shape {_shape(tensor)}",
+                do="export with --to hf",
+            )
+        found[place] = tensor
+    return found
+
+
+def _shape(tensor: Held) -> tuple[int, ...]:
+    if isinstance(tensor, QuantizedLinear):
+        return tensor.out_features, tensor.in_features
+    return tuple(tensor.shape)
+
+
+def _planned(name: str, tensor: Held, kind: GgufType) -> GgufTensor:
+    shape = _shape(tensor)
+    if len(shape) < 2:
+        return GgufTensor(name, shape, "F32")
+    return GgufTensor(name, shape, "Q8_0" if kind == "q8_0" and shape[-1] % _BLOCK == 0 else "F16")
+
+
+def _kept_wide(tensors: list[GgufTensor], kind: GgufType) -> list[str]:
+    wide = [tensor.name for tensor in tensors if tensor.kind == "F16"] if kind == "q8_0" else []
+    if not wide:
+        return []
+    return [f"{len(wide)} matrices stay float16, as their rows are no multiple of {_BLOCK} elements: {wide[0]}, ..."]
+
+
+def _contents(
+    held: dict[str, Held], tensors: list[GgufTensor], architecture: GgufArchitecture, config: Any
+) -> Iterator[NDArray[Any]]:
+    """Yield the tensors as the file holds them, one after the other."""
+    heads = heads_of(config) if architecture.has_permuted_rows else {}
+    for planned in tensors:
+        source = held[planned.name]
+        tensor = (source.weight if isinstance(source, QuantizedLinear) else source).detach().cpu()
+        if (parts := planned.name.split("."))[0] == "blk" and parts[2] in heads:
+            tensor = permuted(tensor, heads[parts[2]])
+        yield _encoded(planned, tensor)
+
+
+def _encoded(planned: GgufTensor, tensor: Tensor) -> NDArray[Any]:
+    """Return the values of a tensor in its type. Raises BadInput for values that it cannot hold."""
+    if planned.kind == "Q8_0":
+        found = _blocks(tensor)
+        finite = bool(torch.isfinite(tensor).all()) and float(tensor.abs().max()) / 127 <= torch.finfo(torch.half).max
+    else:
+        made = tensor.to(torch.float16 if planned.kind == "F16" else torch.float32).contiguous()
+        found, finite = made.numpy(), bool(torch.isfinite(made).all())
+    if not finite:
+        raise bad_input(
+            wanted=f"finite values that {planned.kind} can hold in {planned.name}",
+            got=f"values up to {float(tensor.float().abs().max()):.3g}",
+            do="export with --to hf",
+        )
+    return found
+
+
+def _blocks(tensor: Tensor) -> NDArray[Any]:
+    """Return (rows, bytes of a row) Q8_0 blocks, made in slabs: at once they take several copies in float32."""
+    package = gguf_package()
+    rows, width = tensor.shape
+    step = max(1, _SLAB // width)
+    made = [
+        package.quantize(tensor[start : start + step].float().contiguous().numpy(), package.GGMLQuantizationType.Q8_0)
+        for start in range(0, rows, step)
+    ]
+    return np.concatenate(made)
