@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gossamer.data import Corpus, open_corpus
 from gossamer.data.file_source import source_of_files
+from gossamer.data.kept import fingerprint_in
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.data_files import check_data_files
 from gossamer.job.run_files import folder_of
@@ -137,7 +138,7 @@ def _of_run(
     length = sequence or config.data.sequence
     if files:
         texts = _texts(files, _run_tokenizer(directory, trained), length, config.data.cache, _chat(directory, config))
-        _check_tokenizer(texts[0][1].tokenizer, trained)
+        _check_tokenizer(texts[0][1].tokenizer, directory, trained)
         if trained.origin is not None:
             check_sequence(trained.origin.positions(), length)
         chosen = [(name, corpus, TextBatches(corpus.train), sequences) for name, corpus in texts]
@@ -261,9 +262,9 @@ def _chat(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     return given
 
 
-def _check_tokenizer(tokenizer: Tokenizer, trained: TrainedRun) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, directory: RunDirectory, trained: TrainedRun) -> None:
     """Raise BadInput where the tokenizer's files are others than when the run was trained."""
-    if trained.words().fingerprint != tokenizer.fingerprint:
+    if tokenizer.fingerprint not in (trained.words().fingerprint, fingerprint_in(directory.tokenizer)):
         raise bad_input(
             wanted="the tokenizer that the run was trained with",
             got=f"{trained.config.data.tokenizer}, which has changed since",
