@@ -43,15 +43,16 @@ def train_command(
     plan: Path | None = None,
     hosts: list[str] | None = None,
     node: Node | None = None,
+    ray_nodes: int = 0,
     resume: str | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Run `gossamer train`: make the run's folder, start its processes, display their records, return the summary.
 
-    `resume="auto"` resumes the newest run of the same configuration, if there is one. Raises BadInput, RunFailed,
-    Interrupted.
+    `ray_nodes`: so many nodes of a Ray cluster are its hosts; 0: Ray is not asked. `resume="auto"` resumes the newest
+    run of the same configuration, if there is one. Raises BadInput, RunFailed, Interrupted.
     """
-    resolved = _planned(resolved, plan, hosts, node)
+    resolved = _planned(resolved, plan, node.nodes if node is not None else ray_nodes or len(hosts or ()))
     if dry_run:
         from gossamer.job import dry_run as dry
 
@@ -69,11 +70,11 @@ def train_command(
     if node is not None:
         with rollback_failed_start(directory):
             return summarize(launch.met(node, prepare))
-    if names:
+    if names or ray_nodes:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
         with rollback_failed_start(directory):
-            launch.over_ssh(names, plan)
+            launch.on_ray(ray_nodes, plan) if ray_nodes else launch.over_ssh(names, plan)
         return summarize(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
         if not _is_first():
@@ -89,10 +90,10 @@ def train_command(
     return summarize(directory)
 
 
-def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, node: Node | None) -> Resolved:
+def _planned(resolved: Resolved, plan: Path | None, hosts: int) -> Resolved:
     """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
     config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
-    machines = node.nodes if node is not None else max(1, len(hosts or config.machines.hosts))
+    machines = hosts or max(1, len(config.machines.hosts))
     ranks = read_environment().ranks if launched else config.machines.processes * machines
     if plan is not None:
         resolved = with_plan(resolved, plan, ranks=ranks)
