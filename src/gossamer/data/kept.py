@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.cache import read_json
+from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.data.tokenizer._bytes import Bytes
 from gossamer.data.tokenizer._fast import load

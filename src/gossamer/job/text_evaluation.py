@@ -25,7 +25,8 @@ from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.data_files import check_data_files
 from gossamer.job.run_files import folder_of
 from gossamer.job.trained_run import TrainedRun, read_trained, standing_in
-from gossamer.job.worker import corpus_of, origin_for
+from gossamer.job.training_data import corpus_of
+from gossamer.job.worker import origin_for
 from gossamer.loss import Loss
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.input_checks import check_sequence, explain

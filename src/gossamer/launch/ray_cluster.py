@@ -196,8 +196,8 @@ class _RayRemote(RemoteHost):
             return self._code
         self._pending = None
         self._write(wrote)
-        self._code = code
-        return code
+        self._code = int(code)
+        return self._code
 
     def stop(self) -> None:
         self._actor.stop.remote()
