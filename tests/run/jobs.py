@@ -27,6 +27,7 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.view.run_directory import RunDirectory
@@ -459,7 +460,7 @@ def train(
         module=held.module,
         objective=objective,
         train=data,
-        validation=DatasetBatches(Tokens(20)),
+        validation={"validation": ValidationSet(DatasetBatches(Tokens(20)))},
         config=config,
         plan=held.plan,
         device=cpu,

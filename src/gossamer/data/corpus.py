@@ -74,15 +74,53 @@ def open_corpus(
     where = open_cache(cache)
     found = cached_manifest(text, cache=where)
     holdout = Holdout.of(found, validation, whole=text.whole)
+    words = recipe.make(
+        lambda: holdout.texts(text, "train"), identity=_hash(found.sha256, asdict(holdout)), cache=where
+    )
+    reading = _Reading(text, found, holdout, words, text.rendering(words))
+    settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
+    return _corpus(reading, where, settings)
+
+
+def open_validation(
+    name: str, source: Written, like: Corpus, *, pack: bool, isolate: bool, cache: str | Path | None = None
+) -> Split:
+    """Read a validation set of its own source, with the tokenizer and the sequence length of the corpus `like`.
+
+    All of its text is in the sequences that are returned. Raises BadInput, with the key data.validation.`name`, for
+    what is wrong with the source, and when it is shorter than one sequence.
+    """
+    key = f"data.validation.{name}"
+    try:
+        text = parse_source(source, key=key)
+        where = open_cache(cache)
+        found = cached_manifest(text, cache=where)
+        reading = _Reading(text, found, Holdout.of(found, 0.0), like.tokenizer, text.rendering(like.tokenizer))
+        settings = {"source": source, "sequence": like.train.sequence, "pack": pack, "isolate": isolate}
+        return _corpus(reading, where, settings).train
+    except BadInput as error:
+        if error.key.startswith(key):
+            raise
+        raise BadInput(f"validation set {name}: {error.message}", key=key) from error
+
+
+def _corpus(reading: _Reading, where: Path, settings: dict[str, Any]) -> Corpus:
+    """Return the corpus of what is read, from the cache in `where` or written there, cut as `settings` say."""
+    text, found, holdout, words, rendering = (
+        reading.source,
+        reading.found,
+        reading.holdout,
+        reading.tokenizer,
+        reading.rendering,
+    )
+    sequence, pack, isolate = settings["sequence"], settings["pack"], settings["isolate"]
     identity = _hash(found.sha256, asdict(holdout))
-    words = recipe.make(lambda: holdout.texts(text, "train"), identity=identity, cache=where)
-    rendering = text.rendering(words)
     fingerprint = _hash(_FORMAT, identity, words.fingerprint, *([rendering.identity] if rendering else []))
     folder = where / "corpora" / fingerprint[:32]
-    known = _kept(folder) or _tokenized(_Reading(text, found, holdout, words, rendering), folder)
+    known = _kept(folder) or _tokenized(reading, folder)
     streams = {side: read_stream(folder, side, known[side], separator=words.separator) for side in SIDES}
     if rendering is None:
-        _check_long_enough(streams, sequence, pack=pack, validation=validation)
+        _check_long_enough(streams, sequence, pack=pack, validation=holdout.fraction)
     splits = {
         side: split_of(
             streams[side],
@@ -94,8 +132,7 @@ def open_corpus(
         for side in SIDES
     }
     if rendering is not None:
-        _check_conversations(splits, streams, validation=validation)
-    settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
+        _check_conversations(splits, streams, validation=holdout.fraction)
     manifest = {**known, "settings": settings}
     remarks = (text.remark(), found.remark(), *([] if rendering is None else remarks_on(known, streams, sequence)))
     said = "; ".join(filter(None, remarks))

@@ -10,7 +10,7 @@ import torch
 
 from gossamer.data import decode_preview
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, origin_for
+from gossamer.job.worker import corpus_of, origin_for, validation_sets
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.plan_file import read_plan
@@ -44,7 +44,8 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
     )
     plan = held.plan
-    parts = replace(parts_of(asked, held, validation=None, words=corpus.tokenizer), device=cpu)
+    validation = validation_sets(config.data, corpus)
+    parts = replace(parts_of(asked, held, validation=validation, words=corpus.tokenizer), device=cpu)
     check_before_start(parts)
     facts = facts_of(parts.outline)
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
@@ -53,7 +54,9 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         "model": f"{origin.describe()}, {facts.parameters:,} parameters",
         "data": {
             "training": f"{len(corpus.train):,} sequences of {config.data.sequence} tokens",
-            "validation": f"{len(corpus.validation):,} sequences",
+            "validation": f"{len(corpus.validation):,} sequences"
+            if not config.data.validation_sources
+            else {name: f"{len(one.batches):,} sequences" for name, one in validation.items()},
         },
         "plan": plan.model_dump(mode="json", exclude={"forecast"}),
         "forecast": {

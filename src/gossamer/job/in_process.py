@@ -21,7 +21,7 @@ from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext,
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.worker import corpus_of, device_of, origin_for, rendezvous
+from gossamer.job.worker import corpus_of, device_of, origin_for, rendezvous, validation_sets
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.origin import origin_of
@@ -32,10 +32,12 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
+from gossamer.run.validation_set import ValidationSet
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import RunFailed, bad_input
+from gossamer.spec.validation_sets import HELD_OUT
 from gossamer.store.checkpoint import list_checkpoints
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
@@ -61,7 +63,7 @@ class _TrainingData:
 
     corpus: Corpus | None
     train: Batches
-    validation: Batches | None
+    validation: Mapping[str, ValidationSet]
     fingerprint: str
     text: str
 
@@ -231,22 +233,30 @@ def _one_rank_per_process(config: RunConfig, place: LauncherRank) -> None:
         )
 
 
-def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Batches | None, str]:
+def _data(data: Any, config: RunConfig) -> tuple[Corpus | None, Batches, Mapping[str, ValidationSet], str]:
     """Return the corpus (for text), the training and validation batches, and a fingerprint of the data."""
     if isinstance(data, str):
         data = corpus_of(config.data)
     if isinstance(data, Corpus):
-        held_out = TextBatches(data.validation) if len(data.validation) else None
-        return data, TextBatches(data.train), held_out, data.fingerprint
+        return data, TextBatches(data.train), _validation(config, data), data.fingerprint
     is_numbered = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Mapping)
     if is_numbered or isinstance(data, Dataset):
-        return None, DatasetBatches(data), None, f"{type(data).__qualname__}:{len(data)}"
+        return None, DatasetBatches(data), {}, f"{type(data).__qualname__}:{len(data)}"
     raise bad_input(
         wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
         got=_kind(data),
         do="wrap what you have in a torch Dataset with __len__ and __getitem__",
         key="data",
     )
+
+
+def _validation(config: RunConfig, corpus: Corpus) -> Mapping[str, ValidationSet]:
+    """Return the validation sets; a corpus that the caller has opened brings the part that is held out with it."""
+    if config.data.validation_sources:
+        return validation_sets(config.data, corpus)
+    if not len(corpus.validation):
+        return {}
+    return {HELD_OUT: ValidationSet(TextBatches(corpus.validation), corpus.validation.fingerprint)}
 
 
 def _source(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from gossamer.comm.channel.store import join_store
-from gossamer.data import Corpus, open_corpus
+from gossamer.data import Corpus, open_corpus, open_validation
 from gossamer.job.data_files import check_data_files, keep_data_files
 from gossamer.job.rank_inputs import DataDescription, JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
@@ -34,9 +34,11 @@ from gossamer.process import DONE, INTERRUPTED
 from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.batches import TextBatches
 from gossamer.run.process_settings import set_memory, set_threads
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.spec.records import Record
+from gossamer.spec.validation_sets import sets_of
 from gossamer.view.run_directory import RunDirectory
 
 Show = Callable[[Record], None]
@@ -76,7 +78,7 @@ def run_rank(
         local_ranks=place.local_ranks,
     )
     model = planned(OriginSource(origin, config.train.seed), asked, given)
-    validation = TextBatches(corpus.validation) if config.data.validation else None
+    validation = validation_sets(config.data, corpus)
     base = origin.base_digest(config.train.seed)
     parts = parts_of(asked, model.outline, validation=validation, words=corpus.tokenizer, base=base)
     ready.heartbeat.at(phase="connect")
@@ -87,7 +89,7 @@ def run_rank(
             where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)),
             directory=directory,
             described=origin.describe(),
-            data=_described(config, corpus),
+            data=_described(config, corpus, validation),
             resume=is_resumed,
             resume_step=place.start.resume_step,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
@@ -111,10 +113,23 @@ def _corpus(directory: RunDirectory, data: DataSection, *, is_resumed: bool) -> 
     return corpus
 
 
-def _described(config: RunConfig, corpus: Corpus) -> DataDescription:
+def validation_sets(data: DataSection, corpus: Corpus) -> dict[str, ValidationSet]:
+    """Return the validation sets of a configuration by name, in the order in which it names them. Raises BadInput."""
+    found = {}
+    for name in sets_of(data.validation).names:
+        source = data.validation_sources.get(name)
+        split = corpus.validation
+        if source is not None:
+            split = open_validation(name, source, corpus, pack=data.pack, isolate=data.isolate, cache=data.cache)
+        found[name] = ValidationSet(TextBatches(split), split.fingerprint)
+    return found
+
+
+def _described(config: RunConfig, corpus: Corpus, validation: Mapping[str, ValidationSet]) -> DataDescription:
     """Return the training data in words and figures."""
     return DataDescription(
         fingerprint=corpus.fingerprint,
+        validation=" ".join(f"{name}:{one.fingerprint}" for name, one in validation.items()),
         text=str(config.data.source),
         remark=corpus.remark,
         vocabulary=corpus.tokenizer.vocabulary,
@@ -143,7 +158,7 @@ def corpus_of(data: DataSection) -> Corpus:
         sequence=data.sequence,
         pack=data.pack,
         isolate=data.isolate,
-        validation=data.validation,
+        validation=data.held_out,
         cache=data.cache,
     )
 
