@@ -127,7 +127,12 @@ class Trainer:
         return True
 
     def _early_end(self, step: int) -> EarlyEnd:
-        """Return why the run ends after `step` steps, and show it as complete."""
+        """Return why the run ends after `step` steps, show it as complete, and load what the islands agree on."""
+        if self.outer.apart.fragments:
+            with self.outer.apart.agreed(step):
+                agreed = {name: param.detach().clone() for name, param in self.states.params.items()}
+            for name, value in agreed.items():
+                self.states.params[name].detach().copy_(value)
         self.around.sink(records.Length(step=step, steps=step))
         if self.watch.stop is not None and self.watch.is_over:
             return EarlyEnd("early_stop", self.watch.stop.reason)
