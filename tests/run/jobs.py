@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,6 +69,9 @@ class Tokens(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         scale = torch.tensor(float("nan") if index in self.bads else 1.0)
         return {"input_ids": self.ids[index], "labels": self.labels[index], "scale": scale}
+
+
+VALIDATION = {"validation": Tokens(20)}
 
 
 class Marking(nn.Module):
@@ -395,6 +399,7 @@ def train(
     fresh_plan: bool = False,
     disks: bool = False,
     counts: bool = False,
+    logits: int = 0,
     held_up: Sequence[int] = (),
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
@@ -460,7 +465,7 @@ def train(
         module=held.module,
         objective=objective,
         train=data,
-        validation={"validation": ValidationSet(DatasetBatches(Tokens(20)))},
+        validation={name: ValidationSet(DatasetBatches(one)) for name, one in VALIDATION.items()},
         config=config,
         plan=held.plan,
         device=cpu,
@@ -492,6 +497,10 @@ def train(
         ended = f"{type(error).__name__}: {error}"
     seen = float("nan") if isinstance(held.module.seen, AbsentTensor) else float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
+    if logits:
+        rows = data.batch(np.arange(logits))
+        with torch.no_grad():
+            found["logits"] = held.module.eval()(rows["input_ids"], rows["scale"]).tolist()
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
     if config.train.sample_prompt and held.cut is None:

@@ -10,7 +10,8 @@ from unittest.mock import patch
 from gossamer.store.checkpoint import list_checkpoints, save_attempt
 from gossamer.store.checkpoint.shard import write_shard
 from pool import Seat
-from run.jobs import train
+from run import jobs
+from run.jobs import Tokens, train
 
 
 def train_with_failing_save(seat: Seat, *, folder: str, fails: int, **given: Any) -> dict[str, Any]:
@@ -32,3 +33,12 @@ def train_with_failing_save(seat: Seat, *, folder: str, fails: int, **given: Any
     if seat.rank == 0:
         (Path(folder) / "during").write_text(json.dumps(there))
     return found
+
+
+def train_on_sets(seat: Seat, *, sets: dict[str, int], logits: int = 0, **given: Any) -> dict[str, Any]:
+    """As `train` with 4 steps, evaluated on the first items of the data by the names of `sets`.
+
+    `logits`: those of the trained model on so many items, if above 0.
+    """
+    with patch.object(jobs, "VALIDATION", {name: Tokens(count) for name, count in sets.items()}):
+        return train(seat, **{"steps": 4, "logits": logits, **given})

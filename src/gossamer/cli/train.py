@@ -95,7 +95,7 @@ def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
     return BadInput(f"{run}{' (it sets nothing)' if is_empty else ''}: {error}")
 
 
-def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResult:
+def resume(run_dir: Path, /, *override: str, checkpoint: str = "latest", json: Json = False) -> CommandResult:
     """Resume a run from its newest valid checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
 
     Parameters
@@ -104,8 +104,10 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResul
         The folder that `gossamer train` named.
     override
         key=value, wins over what the run began with.
+    checkpoint
+        latest, best (with train.keep_best) or the step of a checkpoint; later ones are then set aside.
     """
-    data = verbs.resume_command(run_dir, list(override))
+    data = verbs.resume_command(run_dir, list(override), checkpoint=checkpoint)
     return CommandResult(data, ending(data), is_report=True)
 
 
@@ -116,6 +118,11 @@ def ending(data: Mapping[str, Any]) -> str:
         return ""
     if data.get("outcome") == "unfinished":  # started from here on hosts that keep it on disks of their own
         return f"{directory}: its records are on the machines that trained it"
+    if data.get("ended_early"):
+        return (
+            f"{directory}: nothing to do, it ended at step {data['steps']} ({data['ended_early']}): raise "
+            "train.early_stop.patience to go on, or set it to 0 for all of its steps"
+        )
     if "nothing_to_do" in data:
         made = data["nothing_to_do"]
         return f"{directory}: nothing to do, {made} of {made} steps are made: add train.steps=... to go on"

@@ -18,6 +18,7 @@ from gossamer.job.worker import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint import read_model
+from gossamer.run.checkpoint.choice import LATEST, best_step, step_of
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.view.run_directory import RunDirectory, open_run
@@ -27,9 +28,10 @@ _IN_CODE = ("attn_implementation",)  # keys of a model's config that no config.j
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """The result of a run: its model in evaluation mode, from the newest good checkpoint, of step `step`.
+    """The result of a run: its model in evaluation mode, from the checkpoint of step `step`.
 
-    `tokenizer` is None for a run on data other than text, `origin` for a module that a program made.
+    `best_step`: the step of the best checkpoint, where the run keeps one. `tokenizer` is None for a run on data other
+    than text, `origin` for a module that a program made.
     """
 
     module: nn.Module
@@ -38,6 +40,16 @@ class TrainedRun:
     origin: ModelSource | None
     step: int
     base: str = ""  # folder, file or name of the model that the adapter goes on
+    best_step: int | None = None
+
+    @property
+    def which(self) -> str:
+        """Return which checkpoint it is, for people, where the run keeps a best one; "" where there is no choice."""
+        if self.best_step is None:
+            return ""
+        if self.step == self.best_step:
+            return f"the best checkpoint, of step {self.step}"
+        return f"the checkpoint of step {self.step}; the best one is of step {self.best_step} (--checkpoint best)"
 
     def words(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput if there is none."""
@@ -49,14 +61,16 @@ class TrainedRun:
         return self.tokenizer
 
 
-def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
+def read_trained(run_dir: Path, module: nn.Module | None = None, *, checkpoint: str | int = LATEST) -> TrainedRun:
     """Load the result of a run as `gossamer.load` describes.
 
+    `checkpoint`: "latest", "best" or a step; it is looked for before the model is built.
     Reads no training text if the run directory holds the tokenizer. Raises BadInput, CheckpointMismatch.
     """
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
     config, origin, base = directory.config(), None, ""
+    step_of(directory.checkpoints, checkpoint)
     with _standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
@@ -66,8 +80,16 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
                 base = origin.base_digest(config.train.seed)
                 module = origin.build(config.train.seed) if base else origin.bare(config.train.seed)
         place = _base_of(config) if base else ""
-    step = read_model(module, directory.checkpoints, base)
-    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step, base=place)
+    step = read_model(module, directory.checkpoints, base, checkpoint)
+    return TrainedRun(
+        module=module.eval(),
+        tokenizer=tokenizer,
+        config=config,
+        origin=origin,
+        step=step,
+        base=place,
+        best_step=best_step(directory.checkpoints),
+    )
 
 
 def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:

@@ -24,6 +24,7 @@ from gossamer.spec import records
 from gossamer.spec.watched_figure import LOSS, Figures
 from gossamer.sync import GradientReducer, OuterLoop
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """The evaluation on one rank, which all ranks run at the same steps.

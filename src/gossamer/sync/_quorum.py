@@ -66,8 +66,8 @@ class _Answer(Generic[Brought]):
 class QuorumThread(StatusChannel, Generic[Brought, Left]):
     """The thread of one rank that forms the quorum of each round and starts its exchange.
 
-    `asked`: returns this rank's request to stop, 0 for none. The thread calls `contribute` with a rank's contribution to a
-    round while the rank waits; for an absent rank it calls `contribute` with None while that computes.
+    `asked`: returns this rank's request to stop, 0 for none. The thread calls `contribute` with a rank's contribution
+    to a round while the rank waits; for an absent rank it calls `contribute` with None while that computes.
     """
 
     channel: Channel
