@@ -65,7 +65,7 @@ def test_a_best_that_cannot_be_saved_leaves_the_one_before(pool, tmp_path: Path)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_that_gets_no_better_ends_on_all_ranks(pool, tmp_path: Path, layout: str) -> None:
     ranks, more, kind = LAYOUTS[layout]
-    given = sections({"early_stop": {"patience": 2, "on": {"highest": "loss"}}}, more)
+    given = sections({"early_stop": {"patience": 2, "monitor": {"highest": "loss"}}}, more)
     ended = pool.run("run.jobs:train", ranks, folder=str(tmp_path), steps=20, kind=kind, sections=given)
     assert [one["ended"] for one in ended] == [""] * ranks, "the run is done, not interrupted"
     evaluations = records(tmp_path, "evaluation")
@@ -80,7 +80,7 @@ def test_a_run_that_gets_no_better_ends_on_all_ranks(pool, tmp_path: Path, layou
 
 def test_a_run_that_ended_early_goes_on_only_with_more_patience(pool, tmp_path: Path) -> None:
     def train(patience: int, **more: Any) -> dict[str, Any]:
-        given = sections({"early_stop": {"patience": patience, "on": {"highest": "loss"}}})
+        given = sections({"early_stop": {"patience": patience, "monitor": {"highest": "loss"}}})
         pool.run("run.jobs:train", 2, folder=str(tmp_path), steps=20, sections=given, **more)
         return records(tmp_path, "end")[-1]
 

@@ -121,7 +121,7 @@ def ending(data: Mapping[str, Any]) -> str:
     if data.get("ended_early"):
         return (
             f"{directory}: nothing to do, it ended at step {data['steps']} ({data['ended_early']}): raise "
-            "train.early_stop.patience to go on, or set it to 0 for all of its steps"
+            "train.early_stop.patience to go on"
         )
     if "nothing_to_do" in data:
         made = data["nothing_to_do"]
@@ -129,11 +129,22 @@ def ending(data: Mapping[str, Any]) -> str:
     figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
     if data.get("seconds"):
         figures.append(_length(data))
-    if data.get("validation_bits_per_byte") is not None:
+    sets = data.get("validation", {})
+    if len(sets) > 1:
+        figures += [f"{name} {_validation(one)}" for name, one in sets.items()]
+    elif data.get("validation_bits_per_byte") is not None:
         figures.append(f"validation {data['validation_bits_per_byte']:.3f} bits/byte")
     elif data.get("validation_loss") is not None:
         figures.append(f"validation loss {data['validation_loss']:.4f}")
-    return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} PROMPT"
+    best = data.get("best_step")
+    kept = "" if best is None or best == data.get("steps") else f"; best: step {best}, {data['best_of']} "
+    kept += f"{data['best_value']:.4f} (--checkpoint best)" if kept else ""
+    return f"{directory}: {', '.join(figures)}{kept}\nnext: gossamer sample {directory} PROMPT"
+
+
+def _validation(one: Mapping[str, Any]) -> str:
+    bits = one["bits_per_byte"]
+    return f"{bits:.3f} bits/byte" if bits is not None else f"loss {one['loss']:.4f}"
 
 
 def _length(data: Mapping[str, Any]) -> str:

@@ -159,7 +159,7 @@ class EarlyStopSection(Section):
     min_delta: Annotated[float, Field(ge=0)] = Field(
         0.0, description="a change that is not larger than this is no improvement"
     )
-    on: Watched = Field(
+    monitor: Watched = Field(
         "",
         description="the figure that is to improve, as in `keep_best`; default: the loss of the first validation set",
     )

@@ -124,12 +124,12 @@ UNREAD = (
         do="set train.early_stop.patience to a number of evaluations, or leave train.early_stop.min_delta out",
     ),
     Unread(
-        key="train.early_stop.on",
-        is_written=lambda c: c.train.early_stop.on != _STOP.on,
+        key="train.early_stop.monitor",
+        is_written=lambda c: c.train.early_stop.monitor != _STOP.monitor,
         is_read=lambda c: c.train.early_stop.patience > 0,
         wanted="train.early_stop.patience above 0, without which no run ends early",
         got=lambda c: "train.early_stop.patience 0",
-        do="set train.early_stop.patience to a number of evaluations, or leave train.early_stop.on out",
+        do="set train.early_stop.patience to a number of evaluations, or leave train.early_stop.monitor out",
     ),
     Unread(
         key="data.isolate",

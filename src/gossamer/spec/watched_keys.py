@@ -31,7 +31,7 @@ def stop_figure(config: RunConfig, sets: Sequence[str]) -> WatchedFigure | None:
     if not stop.patience:
         return None
     metrics = metric_names(config.train.metrics)
-    return WatchedFigure.parse(stop.on, sets=sets, metrics=metrics, key="train.early_stop.on")
+    return WatchedFigure.parse(stop.monitor, sets=sets, metrics=metrics, key="train.early_stop.monitor")
 
 
 def check_watched(config: RunConfig) -> None:
