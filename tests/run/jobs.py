@@ -400,12 +400,13 @@ def train(
     disks: bool = False,
     counts: bool = False,
     logits: int = 0,
+    finish: bool = False,
     held_up: Sequence[int] = (),
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One run; `until` asks to stop after so many steps; `held_up`: [rank, step, to] that goes on in a step when the
-    next rank is in another one, which goes on when it is there as well. What its records say, and a digest of the
-    parameters.
+    """One run; `until` asks to stop after so many steps, with `finish` on rank 0 as a callback does; `held_up`: [rank,
+    step, to] that goes on in a step when the next rank is in another one, which goes on when it is there as well. What
+    its records say, and a digest of the parameters.
     """
     given = {
         "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0.5},
@@ -488,7 +489,7 @@ def train(
         data=DataDescription(fingerprint="tokens", text="tokens"),
         resume=resume,
         at=at,
-        asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,
+        asked_to_stop=lambda: (2 * (seat.rank == 0) if finish else 1) * (bool(until) and done[0] + 1 >= until),
         is_kept=True,
     )
     try:
