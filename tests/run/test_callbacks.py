@@ -111,7 +111,11 @@ def test_an_error_of_a_callback_is_told_with_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [(Seen, "the class Seen: give an instance"), (3, "got a int"), (object(), "wanted a function of a record")],
+    [
+        (Seen, "the class Seen: give an instance"),
+        (3, "got an object of type int"),
+        (object(), "wanted a function of a record"),
+    ],
 )
 def test_what_is_no_callback_is_refused_before_the_run(given: object, said: str) -> None:
     with pytest.raises(BadInput, match=said):

@@ -350,7 +350,7 @@ def train(
     resume: "auto" resumes the newest run of the same configuration that has a checkpoint, where there is one;
             on several ranks, the run of the name that is given.
     callbacks: functions of a record, or objects with on_step, on_evaluation, on_save and on_end, called on rank 0 with
-            a copy of the record. One that returns "stop" ends the run after the step, on all ranks.
+            a copy of the record. One that returns "stop" ends the run after the next step, on all ranks.
 
     The result is a mapping with the figures of the run; `steps`, `losses` and `evaluations` are its records as arrays.
     """

@@ -25,7 +25,7 @@ class UserCallbacks:
     """The callbacks of a run: functions of every record, or objects with on_step, on_evaluation, on_save, on_end.
 
     Each gets a copy of a record, so that nothing of the run changes with it. One that returns "stop" ends the run after
-    the step; `wants_end` tells the trainer.
+    the next step, whose vote tells the other ranks; `wants_end` tells the trainer.
     """
 
     callbacks: Sequence[Any]
@@ -38,7 +38,9 @@ class UserCallbacks:
             if isinstance(one, type) or not (callable(one) or any(hasattr(one, name) for name in _METHODS.values())):
                 raise bad_input(
                     wanted=f"a function of a record, or an object with one of {', '.join(_METHODS.values())}",
-                    got=f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}",
+                    got=f"the class {one.__name__}"
+                    if isinstance(one, type)
+                    else f"an object of type {type(one).__name__}",
                     do="give an instance of it" if isinstance(one, type) else "give such a function or object",
                     key=f"callbacks[{number}]",
                 )
