@@ -26,6 +26,12 @@ def anchored(resolved: Resolved, folder: Path) -> Resolved:
         absolute = _of_method(value, folder) if key in _METHODS else value if named else _absolute(value, folder)
         if absolute != value:
             resolved = resolved.replace(key, absolute, origin=where)
+    where, sources = resolved.origin.get("data.validation", ""), resolved.config.data.validation_sources
+    if COMMAND_LINE in where and sources:
+        written = resolved.config.data.validation
+        assert isinstance(written, Mapping)
+        found = {name: _of_method(each, folder) if name in sources else each for name, each in written.items()}
+        resolved = resolved.replace("data.validation", found, origin=where)
     return resolved
 
 
