@@ -181,14 +181,15 @@ def _asked_step(directory: RunDirectory, config: RunConfig, checkpoint: str | in
     """Return the step to resume from; None for the latest. Raises BadInput where it cannot be resumed from."""
     if checkpoint == "latest":
         return None
-    from gossamer.run.checkpoint.choice import step_of  # brings torch
+    from gossamer.recipe import PlanMethods
+    from gossamer.run.checkpoint.choice import step_of  # both bring torch
 
     step = step_of(directory.checkpoints, checkpoint)
     for is_so, got in (
         (bool(config.machines.hosts), "machines.hosts, whose disks hold checkpoints of their own"),
         (
-            config.plan.sync == "just_one_byte",
-            "plan.sync just_one_byte, whose log replays the later steps",
+            config.plan.sync != "auto" and PlanMethods.asked(config.plan).sync.probe is not None,
+            "zeroth-order training (plan.sync), whose log replays the later steps",
         ),
     ):
         if is_so:
@@ -214,10 +215,12 @@ def _ended_early(directory: RunDirectory, config: RunConfig) -> str:
     for record in directory.records():
         if isinstance(record, (Start, End)):
             last = record
-    is_over = isinstance(last, End) and last.outcome == "done" and last.reason == "early_stop"
-    if not is_over or directory.config().train.early_stop != config.train.early_stop:
+    if not isinstance(last, End) or last.outcome != "done" or last.reason != "early_stop":
         return ""
-    return str(getattr(last, "message", ""))
+    from gossamer.store.checkpoint import list_checkpoints  # brings torch
+
+    is_same = directory.config().train.early_stop == config.train.early_stop
+    return last.message if is_same and last.step in list_checkpoints(directory.checkpoints) else ""
 
 
 def _is_done(directory: RunDirectory, config: RunConfig) -> bool:

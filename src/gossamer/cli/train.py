@@ -132,7 +132,8 @@ def ending(data: Mapping[str, Any]) -> str:
     if "nothing_to_do" in data:
         made = data["nothing_to_do"]
         return f"{directory}: nothing to do, {made} of {made} steps are made: add train.steps=... to go on"
-    figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
+    early = f" ({data['message']})" if data.get("outcome") == "done" and data.get("message") else ""
+    figures = [f"{data.get('outcome')} at step {data.get('steps')}{early}"]
     if data.get("seconds"):
         figures.append(_length(data))
     sets = data.get("validation", {})

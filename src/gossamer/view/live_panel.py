@@ -120,7 +120,10 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
     if progress.evaluations:
         evaluation = progress.evaluations[-1]
         rows.append(
-            ("validation", _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))
+            (
+                "validation" if not progress.other_sets else evaluation.name[:10],
+                _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"),
+            )
         )
     rows += [
         (name[:10], _value(format_evaluation(one), f"at {one.step:,}")) for name, one in progress.other_sets.items()
