@@ -279,7 +279,8 @@ def test_sample_writes_what_the_model_says_whatever_it_is(
     assert json.loads(capsys.readouterr().out) == {"prompt": "def ", "text": "\ufffd\x1b nan"}
     assert main(["sample", "runs/a", "def ", "--max-new-tokens", "3", "--seed", "1"]) == 0
     assert capsys.readouterr().out == "def \ufffd\\x1b nan\n"
-    assert asked == {"run_dir": Path("runs/a"), "tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1}
+    given = {"tokens": 3, "temperature": 0.8, "top_k": 50, "seed": 1, "checkpoint": "latest"}
+    assert asked == {"run_dir": Path("runs/a"), **given}
 
 
 @pytest.mark.parametrize(
@@ -358,9 +359,14 @@ def test_an_answer_that_nobody_can_read_undoes_nothing(tmp_path: Path) -> None:
 
 
 def test_resume_and_export_hand_over(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verbs, "resume_command", lambda run_dir, overrides: {**DONE, "got": [run_dir, overrides]})
+    def resumed(run_dir: Path, overrides: list[str], *, checkpoint: str) -> dict[str, Any]:
+        return {**DONE, "got": [run_dir, overrides, checkpoint]}
+
+    monkeypatch.setattr(verbs, "resume_command", resumed)
     assert main(["resume", "runs/a", "train.steps=9", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"]]
+    assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", ["train.steps=9"], "latest"]
+    assert main(["resume", "runs/a", "--checkpoint", "best", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["got"] == ["runs/a", [], "best"]
     monkeypatch.setattr(verbs, "export", lambda run_dir, target, **rest: {"exported": str(target), "load": "so"})
     assert main(["export", "runs/a", "out", "--to", "hf", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"exported": "out", "load": "so"}

@@ -22,6 +22,7 @@ from gossamer.model.precision import precision_of
 from gossamer.run.checkpoint import CheckpointContents, contents_of, trainable
 from gossamer.run.goal import Progress
 from gossamer.run.loss_scale import LossScale
+from gossamer.run.watch import Watch
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.checkpoint import CheckpointSource, open_checkpoint
@@ -147,7 +148,7 @@ def rank_of(way: Way, rank: int, ranks: int, seed: int) -> tuple[CheckpointConte
         scaling.committed()
     asked = SimpleNamespace(plan=SimpleNamespace(residuals_on_resume=way.residuals))
     parts: Any = SimpleNamespace(module=module, cut=None, config=asked, base="")
-    contents = contents_of(parts, progress, states, replica, apart, scaling)
+    contents = contents_of(parts, progress, states, replica, apart, scaling, Watch())
     made = SimpleNamespace(module=module, states=states, replica=replica, apart=apart, progress=progress)
     fill(contents, seed, rank)
     return contents, made

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +29,7 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.view.run_directory import RunDirectory
@@ -68,6 +70,9 @@ class Tokens(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         scale = torch.tensor(float("nan") if index in self.bads else 1.0)
         return {"input_ids": self.ids[index], "labels": self.labels[index], "scale": scale}
+
+
+VALIDATION = {"validation": Tokens(20)}
 
 
 class Marking(nn.Module):
@@ -401,12 +406,14 @@ def train(
     fresh_plan: bool = False,
     disks: bool = False,
     counts: bool = False,
+    logits: int = 0,
+    finish: bool = False,
     held_up: Sequence[int] = (),
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """One run; `until` asks to stop after so many steps; `held_up`: [rank, step, to] that goes on in a step when the
-    next rank is in another one, which goes on when it is there as well. What its records say, and a digest of the
-    parameters.
+    """One run; `until` asks to stop after so many steps, with `finish` on rank 0 as a callback does; `held_up`: [rank,
+    step, to] that goes on in a step when the next rank is in another one, which goes on when it is there as well. What
+    its records say, and a digest of the parameters.
     """
     given = {
         "train": {"steps": steps, "batch": 8, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0.5},
@@ -467,7 +474,7 @@ def train(
         module=held.module,
         objective=objective,
         train=data,
-        validation=DatasetBatches(Tokens(20)),
+        validation={name: ValidationSet(DatasetBatches(one)) for name, one in VALIDATION.items()},
         config=config,
         plan=held.plan,
         device=cpu,
@@ -490,7 +497,7 @@ def train(
         data=DataDescription(fingerprint="tokens", text="tokens"),
         resume=resume,
         at=at,
-        asked_to_stop=lambda: bool(until) and done[0] + 1 >= until,
+        asked_to_stop=lambda: (2 * (seat.rank == 0) if finish else 1) * (bool(until) and done[0] + 1 >= until),
         is_kept=True,
     )
     try:
@@ -499,6 +506,10 @@ def train(
         ended = f"{type(error).__name__}: {error}"
     seen = float("nan") if isinstance(held.module.seen, AbsentTensor) else float(held.module.seen)
     found = {"digest": digest(held.module), "ended": ended, "seen": seen, "held": digests(held), "bytes": there}
+    if logits:
+        rows = data.batch(np.arange(logits))
+        with torch.no_grad():
+            found["logits"] = held.module.eval()(rows["input_ids"], rows["scale"]).tolist()
     if values:
         found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
     if config.train.sample_prompt and held.cut is None:

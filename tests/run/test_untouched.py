@@ -32,6 +32,7 @@ from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
 from gossamer.run.profile_step import profile_step
 from gossamer.run.reexecution import Reexecution
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import RunConfig
 from gossamer.view.run_directory import RunDirectory
 from model import habits
@@ -62,7 +63,7 @@ def parts_of(module: nn.Module, **train: Any) -> Parts:
         module=held.module,
         objective=objective,
         train=data,
-        validation=DatasetBatches(Rows()),
+        validation={"validation": ValidationSet(DatasetBatches(Rows()))},
         config=config,
         plan=held.plan,
         device=cpu,

@@ -171,7 +171,7 @@ def reruns(seat: Seat, *, count: int) -> dict[str, Any]:
         module=module,
         objective=loss.build("next_token"),
         train=data,
-        validation=None,
+        validation={},
         config=config,
         plan=plan,
         device=torch.device("cpu"),

@@ -52,6 +52,7 @@ class Launcher:
     config: RunConfig
     resume: bool
     folder: Path | None = None  # that paths of the configuration are relative to; None: the current one
+    checkpoint: int | None = None  # the step to resume from; None: the newest good one
 
     def here(self) -> None:
         """Start all processes on this machine, and wait for their end."""
@@ -133,7 +134,11 @@ class Launcher:
             processes=machines.processes,
             rundir=rundir,
             limits=Limits(heartbeat_s=machines.heartbeat_timeout_s, progress_timeout_s=machines.timeout_s),
-            env={"GOSSAMER_RESUME": "1" if self.resume else "0", "GOSSAMER_FOLDER": str(self.folder or "")},
+            env={
+                "GOSSAMER_RESUME": "1" if self.resume else "0",
+                "GOSSAMER_FOLDER": str(self.folder or ""),
+                "GOSSAMER_CHECKPOINT": "" if self.checkpoint is None else str(self.checkpoint),
+            },
             echo=False,
             threads=0 if machines.threads == "auto" else machines.threads,
             tick=tick,

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
 
     from gossamer.job.trained_run import TrainedRun
     from gossamer.model.chat import Chat
+    from gossamer.view.training_result import TrainingResult
 
 _log = logging.getLogger(__name__)
 
@@ -120,9 +121,12 @@ def _check_ranks(config: RunConfig, ranks: int) -> None:
         )
 
 
-def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[str, Any]:
-    """Run `gossamer resume`: continue from the newest good checkpoint, perhaps with other settings; return the summary.
+def resume_command(
+    run_dir: Path, overrides: list[str] | None = None, *, checkpoint: str | int = "latest"
+) -> dict[str, Any]:
+    """Run `gossamer resume`: continue from a checkpoint, perhaps with other settings; return the summary.
 
+    `checkpoint`: "latest" (the newest good one), "best" or a step.
     The plan is made anew where the settings ask for another one. A run that has made its steps stays unchanged. Paths
     in the run's own configuration are relative to the folder it began in, those in `overrides` to the current one.
     """
@@ -143,9 +147,12 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
             check_names(resolved)
             check_given(config)
             _check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
-            if _is_done(directory, config):
+            only = _asked_step(directory, config, checkpoint)
+            if only is None and (ended := _ended_early(directory, config)):
+                return {**summarize(directory), "nothing_to_do": config.train.steps, "ended_early": ended}
+            if only is None and _is_done(directory, config):
                 return {**summarize(directory), "nothing_to_do": config.train.steps}
-            launch = Launcher(directory=directory, config=config, resume=True, folder=folder)
+            launch = Launcher(directory=directory, config=config, resume=True, folder=folder, checkpoint=only)
             with rollback_failed_start(directory):
                 _prepare_again(directory, resolved)
                 if config.machines.hosts:
@@ -168,6 +175,52 @@ def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
         given = {key for key, where in resolved.origin.items() if where != DEFAULT}
         for error in contradictions(config, plan, given, name=str(directory.plan_file), lines={}):
             raise error
+
+
+def _asked_step(directory: RunDirectory, config: RunConfig, checkpoint: str | int) -> int | None:
+    """Return the step to resume from; None for the latest. Raises BadInput where it cannot be resumed from."""
+    if checkpoint == "latest":
+        return None
+    from gossamer.recipe import PlanMethods
+    from gossamer.run.checkpoint.choice import step_of  # both bring torch
+
+    step = step_of(directory.checkpoints, checkpoint)
+    for is_so, got in (
+        (bool(config.machines.hosts), "machines.hosts, whose disks hold checkpoints of their own"),
+        (
+            config.plan.sync != "auto" and PlanMethods.asked(config.plan).sync.probe is not None,
+            "zeroth-order training (plan.sync), whose log replays the later steps",
+        ),
+    ):
+        if is_so:
+            raise bad_input(
+                wanted="the latest checkpoint, or a run on this machine's disk without a log of steps",
+                got=f"--checkpoint {checkpoint} with {got}",
+                do="leave --checkpoint out",
+                key="--checkpoint",
+            )
+    if step is not None and step >= config.train.steps:
+        raise bad_input(
+            wanted=f"more than {step} steps, which the checkpoint has already",
+            got=str(config.train.steps),
+            do=f"set train.steps above {step}",
+            key="train.steps",
+        )
+    return step
+
+
+def _ended_early(directory: RunDirectory, config: RunConfig) -> str:
+    """Return why the run ended early, where its settings about that are the same still; "" where it is to go on."""
+    last: Start | End | None = None
+    for record in directory.records():
+        if isinstance(record, (Start, End)):
+            last = record
+    if not isinstance(last, End) or last.outcome != "done" or last.reason != "early_stop":
+        return ""
+    from gossamer.store.checkpoint import list_checkpoints  # brings torch
+
+    is_same = directory.config().train.early_stop == config.train.early_stop
+    return last.message if is_same and last.step in list_checkpoints(directory.checkpoints) else ""
 
 
 def _is_done(directory: RunDirectory, config: RunConfig) -> bool:
@@ -270,15 +323,20 @@ def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> d
     return summarize(directory) if first else {}
 
 
-def resume(run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = ()) -> dict[str, Any]:
-    """Resume a run from its newest good checkpoint, in processes of its own; return its summary.
+def resume(
+    run_dir: str | Path, overrides: Iterable[str] | Mapping[str, Any] = (), *, checkpoint: str | int = "latest"
+) -> TrainingResult:
+    """Resume a run from a checkpoint, in processes of its own; return its summary and records.
 
-    overrides: settings to change from now on, ["train.steps=2000"] or {"train.steps": 2000}. Call it from the main
-    thread. Raises BadInput, RunFailed, Interrupted.
+    overrides: settings to change from now on, ["train.steps=2000"] or {"train.steps": 2000}. checkpoint: "latest" (the
+    newest good one), "best" or a step; from another one than the latest, the later ones are set aside. Call it from the
+    main thread. Raises BadInput, RunFailed, Interrupted.
     """
     from gossamer.settings import written_overrides
+    from gossamer.view.training_result import TrainingResult
 
-    return resume_command(Path(run_dir), written_overrides(overrides))
+    data = resume_command(Path(run_dir), written_overrides(overrides), checkpoint=checkpoint)
+    return TrainingResult(data, run=RunDirectory(Path(run_dir)))
 
 
 def train(
@@ -287,18 +345,23 @@ def train(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     resume: str | None = None,
-) -> dict[str, Any]:
-    """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary.
+    callbacks: Sequence[Any] = (),
+) -> TrainingResult:
+    """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary and records.
 
     model:  an unmodified nn.Module (or what the `model` section of a configuration holds).
     data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
     config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
     resume: "auto" resumes the newest run of the same configuration that has a checkpoint, where there is one;
             on several ranks, the run of the name that is given.
+    callbacks: functions of a record, or objects with on_step, on_evaluation, on_save and on_end, called on rank 0 with
+            a copy of the record. One that returns "stop" ends the run after the next step, on all ranks.
+
+    The result is a mapping with the figures of the run; `steps`, `losses` and `evaluations` are its records as arrays.
     """
     from gossamer.job.in_process import train_in_process
 
-    return train_in_process(model, data, config, resume)
+    return train_in_process(model, data, config, resume, callbacks)
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
@@ -312,35 +375,55 @@ def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | 
     return make_plan(config_from(config), model, ranks=ranks, device=device)
 
 
-def load(run_dir: str | Path, module: nn.Module | None = None) -> TrainedRun:
+def load(run_dir: str | Path, module: nn.Module | None = None, *, checkpoint: str | int = "latest") -> TrainedRun:
     """Load the trained model, tokenizer and configuration of a run from its directory alone.
 
-    module: for a run whose module was built in a program, one built alike, to load the weights into. Returns a
-    `gossamer.job.trained_run.TrainedRun`. Raises BadInput, CheckpointMismatch.
+    module: for a run whose module was built in a program, one built alike, to load the weights into. checkpoint:
+    "latest", "best" (of a run with train.keep_best) or a step. Returns a `gossamer.job.trained_run.TrainedRun`. Raises
+    BadInput, CheckpointMismatch.
     """
     from gossamer.job.trained_run import read_trained
 
-    return read_trained(Path(run_dir), module)
+    return read_trained(Path(run_dir), module, checkpoint=checkpoint)
 
 
 def sample(
-    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    run_dir: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    checkpoint: str | int = "latest",
 ) -> str:
-    """Generate text with the model of a run (`gossamer sample`); return the text after `prompt`, without it."""
+    """Generate text with the model of a run (`gossamer sample`); return the text after `prompt`, without it.
+
+    checkpoint: "latest", "best" or a step, as in `load`.
+    """
+    from gossamer.job.trained_run import read_chosen
     from gossamer.model.generate import generate
 
-    found = load(run_dir)
+    found = read_chosen(Path(run_dir), checkpoint)
     return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
 
 
 def stream(
-    run_dir: str | Path, prompt: str, *, tokens: int = 200, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    run_dir: str | Path,
+    prompt: str,
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    checkpoint: str | int = "latest",
 ) -> Iterator[str]:
     """Yield the text that `sample` returns, in pieces, each as soon as it is final."""
+    from gossamer.job.trained_run import read_chosen
     from gossamer.model.generate import TokenChoice
     from gossamer.model.generate import stream as streamed
 
-    found, choice = load(run_dir), TokenChoice(temperature=temperature, top_k=top_k)
+    found, choice = read_chosen(Path(run_dir), checkpoint), TokenChoice(temperature=temperature, top_k=top_k)
     yield from streamed(found.module, found.words(), prompt, tokens=tokens, choice=choice, seed=seed)
 
 
@@ -354,12 +437,13 @@ def chat(
     top_k: int = 50,
     top_p: float = 0.95,
     seed: int = 0,
+    checkpoint: str | int = "latest",
 ) -> Chat:
     """Begin a dialogue with the model of a run, of a Hugging Face folder or of a GGUF file (`gossamer chat`).
 
-    template: a file with a chat template, in place of the tokenizer's own. The result, a `gossamer.model.chat.Chat`,
-    answers: `chat.ask("Hello")` returns text, `chat.stream("Hello")` yields it in pieces; `reset`, `undo`, `system` and
-    `save` change or keep the dialogue. Raises BadInput, CheckpointMismatch.
+    template: a file with a chat template, in place of the tokenizer's own. checkpoint: of a run, as in `load`. The
+    result, a `gossamer.model.chat.Chat`, answers: `chat.ask("Hello")` returns text, `chat.stream("Hello")` yields it in
+    pieces; `reset`, `undo`, `system` and `save` change or keep the dialogue. Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.chat_model import ChatSettings, open_chat
     from gossamer.model.generate import TokenChoice
@@ -371,7 +455,7 @@ def chat(
         choice=TokenChoice(temperature=temperature, top_k=top_k, top_p=top_p),
         seed=seed,
     )
-    return open_chat(Path(model), settings)
+    return open_chat(Path(model), settings, checkpoint)
 
 
 def export(
@@ -380,15 +464,17 @@ def export(
     *,
     to: Literal["hf", "peft", "gguf"] = "hf",
     type: Literal["f16", "q8_0"] | None = None,
+    checkpoint: str | int = "latest",
 ) -> dict[str, Any]:
     """Write the model of a run as a folder that transformers loads, a folder of peft, or a GGUF file for llama.cpp.
 
     to: "hf" merges an adapter into the weights, and writes the weights alone of a model of your own; "peft" writes the
     adapter alone; "gguf" merges an adapter. type: how "gguf" writes matrices, f16 if None. `gossamer export RUN_DIR
     --to hf DIR` calls it. `load` in the result is the Python code that loads what was written, `notes` (GGUF) says what
-    differs there in rare cases.
+    differs there in rare cases. checkpoint: "latest", "best" or a step, as in `load`.
     Raises BadInput for a target that exists, and for a model or tokenizer that llama.cpp has no equal of.
     """
+    from gossamer.job.trained_run import read_chosen
     from gossamer.model.export import export_hf, export_peft
     from gossamer.model.export_gguf import export_gguf
 
@@ -403,7 +489,7 @@ def export(
             do="leave it out, or export with --to gguf",
             key="--type",
         )
-    found = load(run_dir)
+    found = read_chosen(Path(run_dir), checkpoint)
     if to == "peft":
         return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
     if to == "gguf":
@@ -418,21 +504,25 @@ def evaluate(
     *,
     sequence: int | None = None,
     sequences: int | None = None,
+    checkpoint: str | int = "latest",
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> dict[str, Any]:
     """Return loss (nats/token), perplexity and bits per byte of a model on text or chat files (`gossamer eval`).
 
-    model:     a run directory (its newest good checkpoint), a Hugging Face folder or a GGUF file.
-    files:     files or patterns; none: the run's own validation text, as training evaluates it.
-    sequence:  tokens that the model sees at once; None: as in training, of other models 1024 at most.
-    sequences: at most so many of every text; None: all.
-    progress:  called with the text's name, the sequences done, and all of them.
+    model:      a run directory, a Hugging Face folder or a GGUF file.
+    files:      files or patterns; none: the run's own validation sets, as training evaluates them.
+    sequence:   tokens that the model sees at once; None: as in training, of other models 1024 at most.
+    sequences:  at most so many of every text; None: all.
+    checkpoint: of a run, as in `load`.
+    progress:   called with the text's name, the sequences done, and all of them.
     Of chat files the answers alone count. Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.text_evaluation import evaluate_model
 
     named = [str(file) for file in files]
-    return evaluate_model(Path(model), named, sequence=sequence, sequences=sequences, progress=progress)
+    return evaluate_model(
+        Path(model), named, sequence=sequence, sequences=sequences, checkpoint=checkpoint, progress=progress
+    )
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def chat(
     top_k: int = 50,
     top_p: float = 0.95,
     seed: int = 0,
+    checkpoint: str = "latest",
     json: Json = False,
 ) -> int:
     """Speak with a model that was trained on chats, e.g. `gossamer chat runs/NAME`.
@@ -76,6 +77,8 @@ def chat(
         Choose among the fewest tokens whose probabilities add up to this; 1: among all.
     seed
         The same seed and messages give the same answers.
+    checkpoint
+        latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
     began = time.perf_counter()
     if max_new_tokens < 1:
@@ -90,6 +93,7 @@ def chat(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
+        checkpoint=checkpoint,
     )
     _say_who(opened, time.perf_counter() - began)
     terminal = _Terminal(opened, is_json=json)

@@ -20,6 +20,7 @@ def evaluate(
     *files: str,
     sequence: int | None = None,
     sequences: int | None = None,
+    checkpoint: str = "latest",
     json: Json = False,
 ) -> CommandResult:
     """Measure a model on texts, e.g. `gossamer eval runs/NAME notes.txt`: loss, perplexity, bits per byte.
@@ -27,20 +28,24 @@ def evaluate(
     Parameters
     ----------
     model
-        A run directory (its newest good checkpoint), a Hugging Face folder or a GGUF file.
+        A run directory, a Hugging Face folder or a GGUF file.
     files
         Text files, JSON lines with a field `text`, or chats (of which the answers alone count); patterns in quotes.
-        None: the validation text of the run, as training evaluates it.
+        None: the validation sets of the run, as training evaluates them.
     sequence
         Tokens that the model sees at once. Default: as in training; of other models 1024 at most.
     sequences
         At most so many sequences of every text. Default: all; of the run's own text as many as in training.
+    checkpoint
+        latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
     for name, value, least in (("sequence", sequence, 2), ("sequences", sequences, 1)):
         if value is not None and value < least:
             raise bad_input(wanted=f"a number >= {least}", got=str(value), do=f"give {least} or more", key=f"--{name}")
     with _progress() as tick:
-        data = verbs.evaluate(model, files, sequence=sequence, sequences=sequences, progress=tick)
+        data = verbs.evaluate(
+            model, files, sequence=sequence, sequences=sequences, checkpoint=checkpoint, progress=tick
+        )
     return CommandResult(data, _told(data))
 
 
@@ -72,8 +77,10 @@ def _told(data: Mapping[str, Any]) -> str:
     step = "" if data["step"] is None else f", step {data['step']}"
     head = f"{data['model']}{step}, in {show_seconds(data['seconds'])}"
     said = [head, table(rows), *(f"note: {remark}" for remark in data["remarks"])]
-    if data.get("reported_loss") is not None:
-        said.append(f"training reported {data['reported_loss']:.6f} at this step")
+    reported = [(one["text"], one["reported_loss"]) for one in data["texts"] if one.get("reported_loss") is not None]
+    if reported:
+        losses = ", ".join(f"{loss:.6f}{f' for {name}' if len(data['texts']) > 1 else ''}" for name, loss in reported)
+        said.append(f"training reported {losses} at this step")
     return "\n".join(said)
 
 

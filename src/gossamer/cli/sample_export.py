@@ -20,6 +20,7 @@ def sample(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    checkpoint: str = "latest",
     json: Json = False,
 ) -> CommandResult:
     """Generate text from a prompt with the model of a run, e.g. `gossamer sample runs/NAME "def "`.
@@ -38,6 +39,8 @@ def sample(
         Choose among so many likeliest tokens; 0: among all.
     seed
         The same seed gives the same text.
+    checkpoint
+        latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
     for name, value, least in (
         ("max-new-tokens", max_new_tokens, 1),
@@ -51,12 +54,26 @@ def sample(
     if sys.stdout.isatty() and not json:
         write_piece(prompt)
         for piece in verbs.stream(
-            run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+            run_dir,
+            prompt,
+            tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            checkpoint=checkpoint,
         ):
             write_piece(piece)
         write_piece("\n")
         return CommandResult({})
-    said = verbs.sample(run_dir, prompt, tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed)
+    said = verbs.sample(
+        run_dir,
+        prompt,
+        tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        checkpoint=checkpoint,
+    )
     return CommandResult({"prompt": prompt, "text": said}, prompt + said)
 
 
@@ -67,6 +84,7 @@ def export(
     *,
     to: Literal["hf", "peft", "gguf"],
     type: Literal["f16", "q8_0"] | None = None,
+    checkpoint: str = "latest",
     json: Json = False,
 ) -> CommandResult:
     """Export the model of a run: `gossamer export runs/NAME --to hf DIR`, or `--to gguf FILE` for llama.cpp.
@@ -82,7 +100,9 @@ def export(
         adapter alone, for Hugging Face peft. gguf: one file for llama.cpp.
     type
         The type of the matrices in a GGUF file: f16, or q8_0 (8 bits in blocks of 32).
+    checkpoint
+        latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
-    data = verbs.export(run_dir, target, to=to, type=type)
+    data = verbs.export(run_dir, target, to=to, type=type, checkpoint=checkpoint)
     said = [f"{target} is written: {data['load']}", *(f"note: {note}" for note in data.get("notes", ()))]
     return CommandResult(data, "\n".join(said), is_report=True)

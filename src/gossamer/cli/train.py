@@ -101,7 +101,7 @@ def _in_file(error: BadInput, run: Path, resolved: Resolved) -> BadInput:
     return BadInput(f"{run}{' (it sets nothing)' if is_empty else ''}: {error}")
 
 
-def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResult:
+def resume(run_dir: Path, /, *override: str, checkpoint: str = "latest", json: Json = False) -> CommandResult:
     """Resume a run from its newest valid checkpoint, e.g. `gossamer resume runs/NAME train.steps=2000`.
 
     Parameters
@@ -110,8 +110,10 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResul
         The run: its folder, a unique part of its name in runs/, or "latest".
     override
         key=value, wins over what the run began with.
+    checkpoint
+        latest, best (with train.keep_best) or the step of a checkpoint; later ones are then set aside.
     """
-    data = verbs.resume_command(run_dir, list(override))
+    data = verbs.resume_command(run_dir, list(override), checkpoint=checkpoint)
     return CommandResult(data, ending(data), is_report=True)
 
 
@@ -122,17 +124,34 @@ def ending(data: Mapping[str, Any]) -> str:
         return ""
     if data.get("outcome") == "unfinished":  # started from here on hosts that keep it on disks of their own
         return f"{directory}: its records are on the machines that trained it"
+    if data.get("ended_early"):
+        return (
+            f"{directory}: nothing to do, it ended at step {data['steps']} ({data['ended_early']}): raise "
+            "train.early_stop.patience to go on"
+        )
     if "nothing_to_do" in data:
         made = data["nothing_to_do"]
         return f"{directory}: nothing to do, {made} of {made} steps are made: add train.steps=... to go on"
-    figures = [f"{data.get('outcome')} at step {data.get('steps')}"]
+    early = f" ({data['message']})" if data.get("outcome") == "done" and data.get("message") else ""
+    figures = [f"{data.get('outcome')} at step {data.get('steps')}{early}"]
     if data.get("seconds"):
         figures.append(_length(data))
-    if data.get("validation_bits_per_byte") is not None:
+    sets = data.get("validation", {})
+    if len(sets) > 1:
+        figures += [f"{name} {_validation(one)}" for name, one in sets.items()]
+    elif data.get("validation_bits_per_byte") is not None:
         figures.append(f"validation {data['validation_bits_per_byte']:.3f} bits/byte")
     elif data.get("validation_loss") is not None:
         figures.append(f"validation loss {data['validation_loss']:.4f}")
-    return f"{directory}: {', '.join(figures)}\nnext: gossamer sample {directory} PROMPT"
+    best = data.get("best_step")
+    kept = "" if best is None or best == data.get("steps") else f"; best: step {best}, {data['best_of']} "
+    kept += f"{data['best_value']:.4f} (--checkpoint best)" if kept else ""
+    return f"{directory}: {', '.join(figures)}{kept}\nnext: gossamer sample {directory} PROMPT"
+
+
+def _validation(one: Mapping[str, Any]) -> str:
+    bits = one["bits_per_byte"]
+    return f"{bits:.3f} bits/byte" if bits is not None else f"loss {one['loss']:.4f}"
 
 
 def _length(data: Mapping[str, Any]) -> str:

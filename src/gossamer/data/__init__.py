@@ -4,7 +4,7 @@ Everything here is a pure function of its arguments and of files that do not cha
 run resumes at any sample, on any number of ranks, by asking for that sample.
 """
 
-from gossamer.data.corpus import Corpus, open_corpus
+from gossamer.data.corpus import Corpus, open_corpus, open_validation
 from gossamer.data.entropy import TextStatistics, statistics
 from gossamer.data.ordering import Order, SampleOrder, order
 from gossamer.data.packing import IGNORED, Sequences, Split, valid_labels
@@ -23,6 +23,7 @@ __all__ = [
     "decode_preview",
     "global_indices",
     "open_corpus",
+    "open_validation",
     "order",
     "rows_for",
     "share_rows",

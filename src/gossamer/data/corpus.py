@@ -16,9 +16,9 @@ from gossamer.data.corpus_part import CorpusPart, Cut, ReadSource, hash_of
 from gossamer.data.manifest import SIDES, SplitSide
 from gossamer.data.mixed_sequences import MixedSequences
 from gossamer.data.packing import Sequences
-from gossamer.data.source import parse_source
+from gossamer.data.source import Source, parse_source
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
 
 
@@ -70,13 +70,40 @@ def open_corpus(
         raise bad_input(wanted="at least 2 tokens", got=str(sequence), do="set 2 or more", key="data.sequence")
     text, recipe = parse_source(source), parse_tokenizer(tokenizer)
     where, cut = open_cache(cache), Cut(sequence, pack, isolate)
-    drawn = text.parts()
-    read = {name: ReadSource.of(part.source, validation, cache=where) for name, part in drawn.items()}
+    read = {name: ReadSource.of(part.source, validation, cache=where) for name, part in text.parts().items()}
     identities = [[name, one.identity] for name, one in read.items()]
     identity = read[""].identity if "" in read else hash_of(identities)
     words = recipe.make(lambda: chain(*(one.texts() for one in read.values())), identity=identity, cache=where)
-    parts = {name: one.tokenized(words, cut, cache=where) for name, one in read.items()}
     settings = {"source": source, "tokenizer": tokenizer, "sequence": sequence, "pack": pack, "isolate": isolate}
+    return _tokenized(text, read, words, cut, settings, cache=where)
+
+
+def open_validation(
+    name: str, source: Written, like: Corpus, *, pack: bool, isolate: bool, cache: str | Path | None = None
+) -> Corpus:
+    """Read a validation set of its own source, with the tokenizer and the sequence length of the corpus `like`.
+
+    All of its text is in the training side of the corpus that is returned. Raises BadInput, with the key
+    data.validation.`name`, for what is wrong with the source, and when it is shorter than one sequence.
+    """
+    key = f"data.validation.{name}"
+    try:
+        text, where = parse_source(source, key=key), open_cache(cache)
+        read = {each: ReadSource.of(part.source, 0.0, cache=where) for each, part in text.parts().items()}
+        cut = Cut(like.train.sequence, pack, isolate)
+        settings = {"source": source, "sequence": cut.sequence, "pack": pack, "isolate": isolate}
+        return _tokenized(text, read, like.tokenizer, cut, settings, cache=where)
+    except BadInput as error:
+        if error.key.startswith(key):
+            raise
+        raise BadInput(f"validation set {name}: {error.message}", key=key) from error
+
+
+def _tokenized(
+    text: Source, read: Mapping[str, ReadSource], words: Tokenizer, cut: Cut, settings: dict[str, Any], *, cache: Path
+) -> Corpus:
+    """Return the corpus of a source whose parts were `read`, its tokens from the cache or put there."""
+    parts = {name: one.tokenized(words, cut, cache=cache) for name, one in read.items()}
     said = "; ".join(f"{name}: {part.remark}".removeprefix(": ") for name, part in parts.items() if part.remark)
     template = _template_of(parts)
     if template is not None:  # the template in use, perhaps another than the tokenizer's own
@@ -87,7 +114,7 @@ def open_corpus(
         sides: dict[SplitSide, Sequences] = {**part.splits}
         fingerprint = part.fingerprint
     else:
-        weights = {name: one.weight for name, one in drawn.items()}
+        weights = {name: one.weight for name, one in text.parts().items()}
         fingerprint = hash_of("mixture", [[name, part.fingerprint, weights[name]] for name, part in parts.items()])
         manifest = {"parts": {name: part.known for name, part in parts.items()}, "settings": settings}
         sides = {side: _mixed(parts, weights, side, cut, fingerprint) for side in SIDES}

@@ -13,11 +13,12 @@ from gossamer.data.answer_end import answer_end
 from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.rendering import template_in
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.job.trained_run import read_trained
+from gossamer.job.trained_run import check_no_choice, read_chosen
 from gossamer.model.chat import Chat
 from gossamer.model.generate import TokenChoice
 from gossamer.model.origin import origin_of
 from gossamer.model.token_logits import token_logits
+from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.view.run_directory import RunDirectory
@@ -53,12 +54,12 @@ class _Found:
     folders: tuple[Path, ...]  # where generation_config.json may be
 
 
-def open_chat(place: Path, settings: ChatSettings) -> Chat:
+def open_chat(place: Path, settings: ChatSettings, checkpoint: str | int = LATEST) -> Chat:
     """Load the model at `place` and begin a dialogue: a run directory, a Hugging Face folder, or a GGUF file.
 
-    Raises BadInput, also where there is no chat template; CheckpointMismatch.
+    `checkpoint`: of a run. Raises BadInput, also where there is no chat template; CheckpointMismatch.
     """
-    found = _found(place.expanduser())
+    found = _found(place.expanduser(), checkpoint)
     template = _template(found, place, settings.template)
     chat = Chat(
         logits=token_logits(found.module.eval()),
@@ -84,10 +85,11 @@ def _millions(module: nn.Module) -> str:
 _SEEN = 2048  # tokens that a model without known limit sees
 
 
-def _found(place: Path) -> _Found:
+def _found(place: Path, checkpoint: str | int) -> _Found:
     is_file, is_hf = place.is_file(), (place / "config.json").is_file()
     if not is_file and not is_hf:
-        return _of_run(place)
+        return _of_run(place, checkpoint)
+    check_no_choice(place, checkpoint)
     origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
     if not origin.has_weights:
         do = "give a folder with model.safetensors"
@@ -103,8 +105,8 @@ def _found(place: Path) -> _Found:
     )
 
 
-def _of_run(place: Path) -> _Found:
-    trained = read_trained(place)
+def _of_run(place: Path, checkpoint: str | int) -> _Found:
+    trained = read_chosen(place, checkpoint)
     tokenizer, config = trained.words(), trained.config
     known = trained.origin.positions() if trained.origin is not None else None
     base = Path(trained.base or config.model.hf or "")

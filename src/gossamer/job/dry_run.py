@@ -44,7 +44,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
     )
     plan = held.plan
-    parts = replace(parts_of(asked, held, validation=None, words=data.tokenizer), device=cpu)
+    parts = replace(parts_of(asked, held, validation=data.validation, words=data.tokenizer), device=cpu)
     check_before_start(parts)
     facts = facts_of(parts.outline)
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
@@ -53,7 +53,7 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         "model": f"{origin.describe()}, {facts.parameters:,} parameters",
         "data": {
             "training": f"{len(data.train):,} sequences{_of_tokens(config, data)}",
-            "validation": f"{0 if data.validation is None else len(data.validation):,} sequences",
+            "validation": _told_of(config, data),
             **({"remark": data.description.remark} if data.description.remark else {}),
         },
         "plan": plan.model_dump(mode="json", exclude={"forecast"}),
@@ -69,6 +69,12 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
 
 def _of_tokens(config: RunConfig, data: TrainingData) -> str:
     return "" if data.corpus is None else f" of {config.data.sequence} tokens"
+
+
+def _told_of(config: RunConfig, data: TrainingData) -> str | dict[str, str]:
+    """Return how much validation data there is, by name where the configuration names sets."""
+    counts = {name: f"{len(one.batches):,} sequences" for name, one in data.validation.items()}
+    return counts if config.data.validation_sources else next(iter(counts.values()), "0 sequences")
 
 
 def _samples(corpus: Corpus | None, *, seed: int) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Number
 from pathlib import Path
@@ -19,6 +19,7 @@ from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
 from gossamer.job.training_data import TrainingData, of_corpus, of_dataset, training_data
+from gossamer.job.user_callbacks import UserCallbacks
 from gossamer.job.worker import device_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
@@ -29,15 +30,18 @@ from gossamer.partition.rank_model import planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.process_settings import set_memory, set_threads
+from gossamer.run.trainer_services import FINISH, INTERRUPT
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import RunFailed, bad_input
+from gossamer.spec.records import Record
 from gossamer.store.checkpoint import list_checkpoints
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize
+from gossamer.view.training_result import TrainingResult
 
 _ALONE = LauncherRank(
     rank=0,
@@ -57,13 +61,14 @@ def train_in_process(
     data: Any,
     config: RunConfig | Mapping[str, Any] | str | Path | None,
     resume: str | None = None,
-) -> dict[str, Any]:
-    """Train as `gossamer.train` describes, and return the summary of the run.
+    callbacks: Sequence[Any] = (),
+) -> TrainingResult:
+    """Train as `gossamer.train` describes, and return the summary and the records of the run.
 
     Raises BadInput, RunFailed, Interrupted. A SystemExit from the model, the data or a library becomes RunFailed.
     """
     try:
-        return _train(model, data, config, resume)
+        return _train(model, data, config, resume, UserCallbacks(callbacks))
     except SystemExit as left:  # the caller's script would end with it, perhaps with exit code 0
         raise RunFailed(
             f"the model, the data or a library ended the process (SystemExit: {left.code}): "
@@ -76,7 +81,8 @@ def _train(
     data: Any,
     config: RunConfig | Mapping[str, Any] | str | Path | None,
     resume: str | None,
-) -> dict[str, Any]:
+    told: UserCallbacks,
+) -> TrainingResult:
     _check_model(model)
     settings = _as_given(config_from(config), model, data)
     place = read_environment() if launcher_of(os.environ) else _ALONE
@@ -95,8 +101,13 @@ def _train(
         if place.rank == 0:
             directory.keep(settings, Resolved.of(settings).origin)
         display = open_display(settings.run.display, title=directory.name)
+
+        def show(record: Record) -> None:
+            display.show(record)
+            told(record)
+
         callbacks = JobCallbacks(
-            keep=lambda: keep(directory, given.tokenizer, origin), show=display.show if place.rank == 0 else None
+            keep=lambda: keep(directory, given.tokenizer, origin), show=show if place.rank == 0 else None
         )
         try:
             run_job(
@@ -109,14 +120,14 @@ def _train(
                     data=given.description,
                     resume=resuming,
                     at=lambda step, phase: None,
-                    asked_to_stop=lambda: stop.is_set,
+                    asked_to_stop=lambda: INTERRUPT if stop.is_set else FINISH if told.wants_end else 0,
                     callbacks=callbacks,
                     is_kept=True,
                 )
             )
         finally:
             display.close()
-    return summarize(directory)
+    return TrainingResult(summarize(directory), run=directory)
 
 
 def _request(settings: RunConfig, place: LauncherRank, given: TrainingData) -> PartitionRequest:
@@ -213,7 +224,7 @@ def _data(data: Any, config: RunConfig) -> TrainingData:
     if isinstance(data, str):
         return training_data(config)
     if isinstance(data, Corpus):
-        return of_corpus(data, text=type(data).__name__)
+        return of_corpus(data, config.data, text=type(data).__name__)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, bytes)):
         name = type(data).__name__
         return of_dataset(data, text=name, fingerprint=f"{type(data).__qualname__}:{len(data)}")

@@ -56,6 +56,7 @@ class DataDescription:
 
     fingerprint: str
     text: str  # for the user
+    validation: str = ""  # fingerprints of the validation sets
     remark: str = ""  # a warning, for the user
     vocabulary: int = 0  # ids of the tokenizer, where the data is text
 
@@ -73,8 +74,9 @@ class RankJob:
     data: DataDescription
     resume: bool
     resume_step: int = -1  # the one all hosts hold; -1: the newest good one here
+    checkpoint: int = -1  # the step that the user asks for, whatever is newer; -1: the newest
     at: Callable[[int, str], None]
-    asked_to_stop: Callable[[], bool]
+    asked_to_stop: Callable[[], int]  # see `TrainerServices`
     callbacks: JobCallbacks = field(default_factory=JobCallbacks)
     planned: Planned | None = None  # builds this rank's part, if that is not built yet or is to be proved
     is_kept: bool = False  # whether to restore the caller's full module from sharded parameters at the end

@@ -122,7 +122,7 @@ def _planned(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -
 def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: ExchangeSelector) -> None:
     """Restore what is to be resumed, and prepare the first step."""
     if job.resume:
-        saver.resume(trainer.attempts.stages.pump.channel, job.resume_step)
+        saver.resume(trainer.attempts.stages.pump.channel, job.resume_step, only=job.checkpoint)
     if told := trainer.begin(again=job.resume):
         exchanger.tell(told, trainer.progress.step)
 
@@ -138,7 +138,7 @@ def _built(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:
         pump=pump,
         sink=sink,
         at=job.at,
-        asked_to_stop=job.asked_to_stop,
+        asked_to_stop=lambda: bool(job.asked_to_stop()),
         described=job.described,
         data=job.data.fingerprint,
         file=job.directory.proved_file if job.where.rank == 0 else None,
@@ -258,5 +258,6 @@ def _facts(job: RankJob) -> dict[str, str]:
         "configuration": json.dumps(config, sort_keys=True),
         "plan": job.parts.plan.model_dump_json(),
         "training data": job.data.fingerprint,
+        "validation data": job.data.validation,
         "model": hashlib.sha256(fingerprint(job.parts.outline).encode()).hexdigest(),
     }

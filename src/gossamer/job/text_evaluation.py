@@ -24,8 +24,8 @@ from gossamer.data.kept import fingerprint_in
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.data_files import check_data_files
 from gossamer.job.run_files import folder_of
-from gossamer.job.trained_run import TrainedRun, read_trained, standing_in
-from gossamer.job.training_data import corpus_of
+from gossamer.job.trained_run import TrainedRun, check_no_choice, read_chosen, standing_in
+from gossamer.job.training_data import corpus_of, open_validation_sets
 from gossamer.job.worker import origin_for
 from gossamer.loss import Loss
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
@@ -34,6 +34,7 @@ from gossamer.model.origin import origin_of
 from gossamer.model.precision import Precision, precision_of
 from gossamer.recipe import Recipe
 from gossamer.run.batches import TextBatches, moved, row_slices
+from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import DataSection, ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
@@ -110,30 +111,46 @@ class EvaluatedModel:
 
 
 def evaluate_model(
-    model: Path, files: Sequence[str], *, sequence: int | None, sequences: int | None, progress: Progress
+    model: Path,
+    files: Sequence[str],
+    *,
+    sequence: int | None,
+    sequences: int | None,
+    checkpoint: str | int = LATEST,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Return the figures of a model on `files`, or of a run on its own validation text; JSON-ready.
+    """Return the figures of a model on `files`, or of a run on its own validation sets; JSON-ready.
 
     `sequence`: tokens that the model sees at once, default those it was trained with; `sequences`: at most so many of
-    each text, default all (of a run's own validation text those of training). Raises BadInput, CheckpointMismatch.
+    each text, default all (of a run's own validation sets those of training); `checkpoint`: of a run. Raises BadInput,
+    CheckpointMismatch.
     """
     began = time.perf_counter()
     if (model / "records.jsonl").exists():
-        data, found = _of_run(model, files, sequence, sequences, progress)
+        data, found = _of_run(model, files, sequence, sequences, checkpoint, progress)
     else:
+        check_no_choice(model, checkpoint)
         data, found = _of_weights(model, files, sequence, sequences, progress)
     nats, labels = sum(one.nats for one in found), sum(one.labels for one in found)
     total = TextLoss("all", nats, labels, sum(one.bytes for one in found), sum(one.sequences for one in found))
     remarks = [f"{one.name}: {one.remark}" for one in found if one.remark]
     texts = [{"text": one.name, **one.figures()} for one in found]
+    if (reported := data.pop("reported", None)) is not None:
+        texts = [{**one, "reported_loss": reported.get(one["text"])} for one in texts]
+        data["reported_loss"] = texts[0]["reported_loss"] if len(texts) == 1 else None
     return {**data, **total.figures(), "texts": texts, "remarks": remarks, "seconds": time.perf_counter() - began}
 
 
 def _of_run(
-    path: Path, files: Sequence[str], sequence: int | None, sequences: int | None, progress: Progress
+    path: Path,
+    files: Sequence[str],
+    sequence: int | None,
+    sequences: int | None,
+    checkpoint: str | int,
+    progress: Progress,
 ) -> tuple[dict[str, Any], list[TextLoss]]:
     directory = RunDirectory(open_run(path).path.absolute())
-    trained = read_trained(path)
+    trained = read_chosen(path, checkpoint)
     config = trained.config
     data: dict[str, Any] = {"model": str(path), "step": trained.step}
     length = sequence or config.data.sequence
@@ -142,14 +159,13 @@ def _of_run(
         _check_tokenizer(texts[0][1].tokenizer, directory, trained)
         if trained.origin is not None:
             check_sequence(trained.origin.positions(), length)
-        chosen = [(name, corpus, TextBatches(corpus.train), sequences) for name, corpus in texts]
+        chosen = [_Text(name, TextBatches(corpus.train), sequences, corpus.remark) for name, corpus in texts]
     else:
-        corpus = _own_corpus(directory, config, sequence)
         wanted = sequences or config.train.evaluate_sequences
-        chosen = [("validation", corpus, TextBatches(corpus.validation), wanted)]
+        chosen = list(_own_texts(directory, config, sequence, wanted))
         if sequence is None and sequences is None:
-            data["reported_loss"] = _reported(directory, trained.step)
-    module = _ready(trained.module, config, _precision(directory, config), chosen[0][2])
+            data["reported"] = _reported(directory, trained.step)
+    module = _ready(trained.module, config, _precision(directory, config), chosen[0].batches)
     return data, list(_losses(module, chosen, progress))
 
 
@@ -172,8 +188,8 @@ def _of_weights(
     texts = _texts(files, f"hf:{path}", length, None, {})
     config = RunConfig(model=section, data=DataSection(tokenizer=f"hf:{path}", sequence=length))
     origin = origin_for(config, texts[0][1])
-    chosen = [(name, corpus, TextBatches(corpus.train), sequences) for name, corpus in texts]
-    module = _ready(origin.build(0).eval(), config, "fp32", chosen[0][2])
+    chosen = [_Text(name, TextBatches(corpus.train), sequences, corpus.remark) for name, corpus in texts]
+    module = _ready(origin.build(0).eval(), config, "fp32", chosen[0].batches)
     return {"model": str(path), "step": None}, list(_losses(module, chosen, progress))
 
 
@@ -199,17 +215,25 @@ def _ready(module: nn.Module, config: RunConfig, precision: str, batches: TextBa
     )
 
 
-def _losses(
-    model: EvaluatedModel, texts: Sequence[tuple[str, Corpus, TextBatches, int | None]], progress: Progress
-) -> Iterator[TextLoss]:
-    for name, corpus, batches, most in texts:
-        chosen = batches.first(len(batches) if most is None else most)
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text to evaluate on, at most `most` sequences of it (None: all)."""
 
-        def tick(done: int, name: str = name, total: int = len(chosen)) -> None:
+    name: str
+    batches: TextBatches
+    most: int | None
+    remark: str
+
+
+def _losses(model: EvaluatedModel, texts: Sequence[_Text], progress: Progress) -> Iterator[TextLoss]:
+    for text in texts:
+        chosen = text.batches.first(len(text.batches) if text.most is None else text.most)
+
+        def tick(done: int, name: str = text.name, total: int = len(chosen)) -> None:
             progress(name, done, total)
 
-        nats, labels = model.on(batches, chosen, tick)
-        yield TextLoss(name, nats, labels, batches.text_bytes(chosen) or 0, len(chosen), corpus.remark)
+        nats, labels = model.on(text.batches, chosen, tick)
+        yield TextLoss(text.name, nats, labels, text.batches.text_bytes(chosen) or 0, len(chosen), text.remark)
 
 
 def _precision(directory: RunDirectory, config: RunConfig) -> str:
@@ -218,24 +242,27 @@ def _precision(directory: RunDirectory, config: RunConfig) -> str:
     return config.train.precision if config.train.precision != "auto" else starts[-1] if starts else "fp32"
 
 
-def _reported(directory: RunDirectory, step: int) -> float | None:
-    """Return the validation loss that training reported at `step`; None where it did not evaluate there."""
-    found = [one.loss for one in directory.records() if isinstance(one, Evaluation) and one.step == step]
-    return found[-1] if found else None
+def _reported(directory: RunDirectory, step: int) -> dict[str, float]:
+    """Return the loss on each validation set that training reported at `step`; none where it did not evaluate there."""
+    found = [one for one in directory.records() if isinstance(one, Evaluation) and one.step == step]
+    return {one.name: one.loss for one in found}
 
 
-def _own_corpus(directory: RunDirectory, config: RunConfig, sequence: int | None) -> Corpus:
-    """Return the corpus that the run was trained on. Raises BadInput where it changed, or nothing was held out."""
-    if not config.data.validation:
-        raise bad_input(
-            wanted="files to evaluate on",
-            got="none, and the run held no text out (data.validation 0)",
-            do="name text or chat files",
-        )
+def _own_texts(directory: RunDirectory, config: RunConfig, sequence: int | None, most: int) -> Iterator[_Text]:
+    """Yield the validation sets of a run. Raises BadInput where its text changed, or it has none."""
+    if config.data.factory is not None or not config.data.validation:
+        why = "the run held no text out (data.validation 0)"
+        if config.data.factory is not None:
+            why = f"the run was trained on a dataset (data.factory {config.data.factory})"
+        raise bad_input(wanted="files to evaluate on", got=f"none, and {why}", do="name text or chat files")
+    data = config.data if sequence is None else config.data.model_copy(update={"sequence": sequence})
     with standing_in(folder_of(directory)):
-        corpus = corpus_of(config.data if sequence is None else config.data.model_copy(update={"sequence": sequence}))
+        corpus = corpus_of(data)
         check_data_files(directory.data_file, corpus)
-    return corpus
+        opened = open_validation_sets(corpus, data)
+    for name, one in opened.items():
+        remark = one.remark if name in data.validation_sources else corpus.remark
+        yield _Text(name, TextBatches(one.sequences), most, remark)
 
 
 def _run_tokenizer(directory: RunDirectory, trained: TrainedRun) -> Written:

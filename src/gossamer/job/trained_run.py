@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -18,18 +19,21 @@ from gossamer.job.training_data import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint import read_model
+from gossamer.run.checkpoint.choice import LATEST, best_step, step_of
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.view.run_directory import RunDirectory, open_run
 
+_log = logging.getLogger(__name__)
 _IN_CODE = ("attn_implementation",)  # keys of a model's config that no config.json holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRun:
-    """The result of a run: its model in evaluation mode, from the newest good checkpoint, of step `step`.
+    """The result of a run: its model in evaluation mode, from the checkpoint of step `step`.
 
-    `tokenizer` is None for a run on data other than text, `origin` for a module that a program made.
+    `best_step`: the step of the best checkpoint, where the run keeps one. `tokenizer` is None for a run on data other
+    than text, `origin` for a module that a program made.
     """
 
     module: nn.Module
@@ -38,6 +42,16 @@ class TrainedRun:
     origin: ModelSource | None
     step: int
     base: str = ""  # folder, file or name of the model that the adapter goes on
+    best_step: int | None = None
+
+    @property
+    def which(self) -> str:
+        """Return which checkpoint it is, for people, where the run keeps a best one; "" where there is no choice."""
+        if self.best_step is None:
+            return ""
+        if self.step == self.best_step:
+            return f"the best checkpoint, of step {self.step}"
+        return f"the checkpoint of step {self.step}; the best one is of step {self.best_step} (--checkpoint best)"
 
     def words(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput if there is none."""
@@ -49,14 +63,16 @@ class TrainedRun:
         return self.tokenizer
 
 
-def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
+def read_trained(run_dir: Path, module: nn.Module | None = None, *, checkpoint: str | int = LATEST) -> TrainedRun:
     """Load the result of a run as `gossamer.load` describes.
 
+    `checkpoint`: "latest", "best" or a step; it is looked for before the model is built.
     Reads no training text if the run directory holds the tokenizer. Raises BadInput, CheckpointMismatch.
     """
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
     config, origin, base = directory.config(), None, ""
+    step_of(directory.checkpoints, checkpoint)
     with standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
@@ -65,8 +81,35 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
                 base = origin.base_digest(config.train.seed)
                 module = origin.build(config.train.seed) if base else origin.bare(config.train.seed)
         place = _base_of(config) if base else ""
-    step = read_model(module, directory.checkpoints, base)
-    return TrainedRun(module=module.eval(), tokenizer=tokenizer, config=config, origin=origin, step=step, base=place)
+    step = read_model(module, directory.checkpoints, base, checkpoint)
+    return TrainedRun(
+        module=module.eval(),
+        tokenizer=tokenizer,
+        config=config,
+        origin=origin,
+        step=step,
+        base=place,
+        best_step=best_step(directory.checkpoints),
+    )
+
+
+def read_chosen(run_dir: Path, checkpoint: str | int) -> TrainedRun:
+    """Load the result of a run, and say which checkpoint that is where the run keeps a best one too."""
+    found = read_trained(run_dir, checkpoint=checkpoint)
+    if found.which:
+        _log.warning("this is %s", found.which)
+    return found
+
+
+def check_no_choice(place: Path, checkpoint: str | int) -> None:
+    """Raise BadInput for another checkpoint than the latest of what is no run."""
+    if checkpoint != LATEST:
+        raise bad_input(
+            wanted="a run, which has checkpoints",
+            got=f"{checkpoint} with the model {place}",
+            do="leave --checkpoint out",
+            key="--checkpoint",
+        )
 
 
 def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer | None:

@@ -14,23 +14,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.data import Corpus, open_corpus
+from gossamer.data import Corpus, Sequences, open_corpus, open_validation
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.rank_inputs import DataDescription
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.user_function import check_arguments, complaint, function_named
+from gossamer.spec.validation_sets import HELD_OUT, sets_of
 
 _KEY = "data.factory"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """The data of a run: its batches, what is said of it, and its corpus if it is text."""
+    """The data of a run: its batches, what is said of it, and its corpus if it is text.
+
+    `validation`: the validation sets by name, in the order in which the configuration names them.
+    """
 
     train: Batches
-    validation: Batches | None
+    validation: Mapping[str, ValidationSet]
     description: DataDescription
     corpus: Corpus | None = None
 
@@ -44,16 +49,52 @@ def training_data(config: RunConfig) -> TrainingData:
     """Return the data that a configuration names. Raises BadInput."""
     if config.data.factory is not None:
         return of_factory(config.data.factory, config.data.config)
-    return of_corpus(corpus_of(config.data), text=str(config.data.source))
+    return of_corpus(corpus_of(config.data), config.data, text=str(config.data.source))
 
 
-def of_corpus(corpus: Corpus, *, text: str) -> TrainingData:
-    """Return the data of a corpus, which is called `text`."""
-    validation = TextBatches(corpus.validation) if len(corpus.validation) else None
+def of_corpus(corpus: Corpus, data: DataSection, *, text: str) -> TrainingData:
+    """Return the data of a corpus, which is called `text`, with the validation sets that `data` names.
+
+    Raises BadInput for a validation set that cannot be read.
+    """
+    opened = open_validation_sets(corpus, data)
+    sets = {name: ValidationSet(TextBatches(one.sequences), one.sequences.fingerprint) for name, one in opened.items()}
+    remarks = [corpus.remark, *(f"validation set {name}: {one.remark}" for name, one in opened.items() if one.remark)]
     described = DataDescription(
-        fingerprint=corpus.fingerprint, text=text, remark=corpus.remark, vocabulary=corpus.tokenizer.vocabulary
+        fingerprint=corpus.fingerprint,
+        validation=" ".join(f"{name}:{one.fingerprint}" for name, one in sets.items()),
+        text=text,
+        remark="; ".join(filter(None, remarks)),
+        vocabulary=corpus.tokenizer.vocabulary,
     )
-    return TrainingData(TextBatches(corpus.train), validation, described, corpus)
+    return TrainingData(TextBatches(corpus.train), sets, described, corpus)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSet:
+    """The text of a validation set. `remark`: on what was read for it alone, for the user."""
+
+    sequences: Sequences
+    remark: str = ""
+
+
+def open_validation_sets(corpus: Corpus, data: DataSection) -> dict[str, OpenedSet]:
+    """Return the validation sets of a configuration by name, in its order: the part held out, and other sources.
+
+    A corpus that the caller has opened brings the part that is held out with it. Raises BadInput.
+    """
+    names = sets_of(data.validation).names
+    if not isinstance(data.validation, Mapping):
+        names = (HELD_OUT,) if len(corpus.validation) else ()
+    found = {}
+    for name in names:
+        source = data.validation_sources.get(name)
+        if source is None:
+            found[name] = OpenedSet(corpus.validation)
+        else:
+            own = open_validation(name, source, corpus, pack=data.pack, isolate=data.isolate, cache=data.cache)
+            found[name] = OpenedSet(own.train, own.remark)
+    return found
 
 
 def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") -> TrainingData:
@@ -66,7 +107,7 @@ def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") 
             do="wrap what you have in a torch Dataset with __len__ and __getitem__",
             key=key,
         )
-    return TrainingData(DatasetBatches(dataset), None, DataDescription(fingerprint=fingerprint, text=text))
+    return TrainingData(DatasetBatches(dataset), {}, DataDescription(fingerprint=fingerprint, text=text))
 
 
 def of_factory(name: str, arguments: Mapping[str, Any]) -> TrainingData:
@@ -104,7 +145,7 @@ def corpus_of(data: DataSection) -> Corpus:
         sequence=data.sequence,
         pack=data.pack,
         isolate=data.isolate,
-        validation=data.validation,
+        validation=data.held_out,
         cache=data.cache,
     )
 

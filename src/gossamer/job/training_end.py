@@ -10,7 +10,7 @@ from gossamer.job.rank_inputs import RankJob
 from gossamer.process.stack_position import place_of
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.resources import peak_bytes
-from gossamer.run.trainer import Trainer
+from gossamer.run.trainer import EarlyEnd, Trainer
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 
@@ -21,23 +21,23 @@ def train_to_end(
     """Train, write the end record, and return the outcome, step, seconds and peak memory."""
     began = time.perf_counter()  # at the start record, so that all reports agree on the run's length
 
-    def end(outcome: str, message: str = "") -> dict[str, Any]:
+    def end(outcome: str, message: str = "", reason: str = "") -> dict[str, Any]:
         saver.finish()
         step, seconds = trainer.progress.step, time.perf_counter() - began
-        sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds))
+        sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds, reason=reason))
         if outcome != "failed" and job.callbacks.sealed is not None:
             job.callbacks.sealed(outcome)
         return {"outcome": outcome, "step": step, "seconds": seconds, "peak_bytes": peak_bytes()}
 
     try:
-        _run(job, trainer, saver)
+        early = _run(job, trainer, saver)
     except Interrupted as error:
         end("interrupted", str(error))
         raise
     except BaseException as error:
         end("failed", _why(error))
         raise
-    return end("done")
+    return end("done") if early is None else end("done", early.message, early.reason)
 
 
 def _why(error: BaseException) -> str:
@@ -48,11 +48,15 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f", at {place}" if place else "")
 
 
-def _run(job: RankJob, trainer: Trainer, saver: CheckpointManager) -> None:
-    """Train; on both exits confirm the last checkpoint, and restore the caller's full module."""
+def _run(job: RankJob, trainer: Trainer, saver: CheckpointManager) -> EarlyEnd | None:
+    """Train; on both exits confirm the last checkpoint, and restore the caller's full module.
+
+    Returns why the run is done before its last step, None where it is not.
+    """
     interrupted: Interrupted | None = None
+    early: EarlyEnd | None = None
     try:
-        trainer.run()
+        early = trainer.run()
     except Interrupted as error:
         interrupted = error
     unsaved = saver.confirm(trainer.replica.gather, job.at)
@@ -63,3 +67,4 @@ def _run(job: RankJob, trainer: Trainer, saver: CheckpointManager) -> None:
         raise type(unsaved)(f"{how} step {trainer.progress.step}, but {unsaved}")
     if interrupted is not None:
         raise interrupted
+    return early

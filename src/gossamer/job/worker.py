@@ -89,6 +89,7 @@ def run_rank(
             data=data.description,
             resume=is_resumed,
             resume_step=place.start.resume_step,
+            checkpoint=int(os.environ.get("GOSSAMER_CHECKPOINT") or -1) if place.start.generation == 0 else -1,
             at=lambda step, phase: ready.heartbeat.at(step=step, phase=phase),
             asked_to_stop=lambda: ready.stop.is_set,
             callbacks=JobCallbacks(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
 IGNORE = -100  # the label that counts for nothing, as in torch and transformers
@@ -30,6 +31,18 @@ class Loss(ABC):
     @abstractmethod
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of valid labels of `batch`, () int64; needs no output, so it is known before forward."""
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the logits (*, C) of a forward's output and the labels (*) that they predict, -100 for none.
+
+        Raises BadInput where this loss has no label for each row of logits, or where the model gives no logits.
+        """
+        raise bad_input(
+            wanted="a loss with one label for each row of logits, to compute metrics of both",
+            got=type(self).__name__,
+            do="leave train.metrics out, or set train.loss to next_token or classification",
+            key="train.metrics",
+        )
 
 
 REGISTRY: Registry[Loss] = Registry(__name__, Loss)  # type: ignore[type-abstract]

@@ -28,6 +28,9 @@ class Classification(Loss):
         own = loss_of(output)
         if own is not None:
             return own
+        return mean_cross_entropy(*self.predictions(output, batch))
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = logits_of(output, dims=2, shape="(batch, classes)")  # (B, C)
         labels = labels_of(batch, self.labels)
         if logits.shape[:1] != labels.shape:
@@ -37,7 +40,7 @@ class Classification(Loss):
                 do="return one row of logits per input row",
                 key="model",
             )
-        return mean_cross_entropy(logits, labels)
+        return logits, labels
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return (labels_of(batch, self.labels) != IGNORE).sum()

@@ -34,6 +34,10 @@ class NextToken(Loss):
         own = loss_of(output)
         if own is not None:
             return own
+        logits, shifted = self.predictions(output, batch)
+        return mean_cross_entropy(logits.flatten(0, 1), shifted.flatten())
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")  # (B, T, V)
         labels = labels_of(batch, self.labels)
         if logits.shape[:2] != labels.shape:
@@ -43,8 +47,7 @@ class NextToken(Loss):
                 do="return one row of logits per input token",
                 key="model",
             )
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # labels move, not the far larger logits
-        return mean_cross_entropy(logits.flatten(0, 1), shifted.flatten())
+        return logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # labels move, not the far larger logits
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return (labels_of(batch, self.labels)[:, 1:] != IGNORE).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 from torch import Tensor
 
 from gossamer import sync
@@ -16,7 +17,7 @@ from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
 from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
-from gossamer.run.batches import Feed
+from gossamer.run.batches import Feed, moved
 from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
@@ -24,6 +25,7 @@ from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
 from gossamer.run.loss_scale import LossScale
+from gossamer.run.metrics import MeasuredLoss, Metric, load_metrics
 from gossamer.run.nonfinite_policy import NonFinitePolicy
 from gossamer.run.nonfinite_steps import NonFiniteSteps
 from gossamer.run.outer_steps import OuterSteps
@@ -35,12 +37,13 @@ from gossamer.run.step_algorithm import Gradients, GradientStep, StepAlgorithm
 from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
-from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import TrainerServices
 from gossamer.run.verify import Verifier
+from gossamer.run.watch import Watch
 from gossamer.run.zeroth_order_step import ZerothOrderStep
 from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
 from gossamer.spec.config import TrainSection
@@ -86,7 +89,8 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     truth = {n: states.held.get(n, {}).get("master", p.detach()) for n, p in params.items()}
     apart = _outer_loop(given, states, replica, truth)
     feed = _feed(given, pipeline)
-    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling)
+    watch = around.saver.watch = Watch.of(parts)
+    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling, watch)
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
@@ -104,10 +108,13 @@ def _trainer(
     """Compose the trainer of its parts."""
     parts, recipe, around, train = given.parts, given.recipe, given.around, given.parts.config.train
     replica, states = outer.replica, outer.states
+    metrics = load_metrics(train.metrics)
     evaluator = Evaluator(
         stages=stages,
+        pieces=_measured_pieces(given, stages, metrics) if metrics else stages.pieces,
+        metrics=tuple(metric.name for metric in metrics),
         feed=feed,
-        validation=parts.validation,
+        validation={name: one for name, one in parts.validation.items() if len(one.batches)},
         sequences=train.evaluate_sequences,
         sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
         replica=replica,
@@ -139,6 +146,7 @@ def _trainer(
         sharding=recipe.sharding,
         evaluator=evaluator,
         limit=TimeLimit(most_steps=train.steps, rate=rate, replica=replica, evaluator=evaluator, sink=around.sink),
+        watch=around.saver.watch,
         reports=StepReports(feed=feed, rule=outer.rule, replica=replica, sink=around.sink),
         around=around,
     )
@@ -280,6 +288,28 @@ def _shards(
         )
     pump.channel.widen(ProcessGroups({LEVEL: deal.levels.groups[deal.path[0]]}))
     return ShardedParameters.of(parts.module, walk, pump, deal=deal, rank=rank)
+
+
+def _measured_pieces(given: _Inputs, stages: RankStages, metrics: tuple[Metric, ...]) -> Mapping[int, ModelPart]:
+    """Return the stages of this rank with a loss that returns the metrics too.
+
+    They are computed once on training data: what is wrong with a metric is to be known now, and not hours later.
+    """
+    parts, engine, cut = given.parts, given.engine, given.parts.cut
+    measured = replace(engine, objective=MeasuredLoss(engine.objective, metrics))
+    if cut is not None:
+        cut = replace(cut, ways=cut.ways.running(Forward(measured.objective, engine.precision, engine.device)))
+    rows = moved(parts.train.batch(np.zeros(1, np.int64)), engine.device)
+    modes = {inner: inner.training for inner in engine.module.modules()}
+    with untouched(engine.module):
+        engine.module.eval()
+        if cut is None:
+            gradless(lambda: measured.loss_of_copies(rows, step=0, key=0))
+        else:
+            cut.ways.of(rows, training=False)
+    for inner, training in modes.items():
+        inner.training = training
+    return pieces_of(replace(parts, cut=cut), measured)
 
 
 def _sampler(parts: Parts, engine: ModelRuntime, pipeline: Pipeline, pump: CommThread) -> Sampler | None:

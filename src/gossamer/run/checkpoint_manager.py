@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.comm.channel import Channel
+from gossamer.comm.channel import Channel, gathered
 from gossamer.run.checkpoint import CheckpointContents
 from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_search import CheckpointSearch
 from gossamer.run.goal import Progress
+from gossamer.run.watch import Watch
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
 from gossamer.store.checkpoint import (
@@ -39,8 +40,8 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """The checkpoint manager of one rank: it saves, reports and restores the checkpoints of a run.
 
-    `identity`: entries of a checkpoint's metadata besides those of its contents. `contents`: set once the trainer is
-    built. The store is open from the construction on.
+    `identity`: entries of a checkpoint's metadata besides those of its contents. `contents` and `watch`: set once the
+    trainer is built. The store is open from the construction on.
     """
 
     directory: CheckpointDirectory
@@ -49,6 +50,7 @@ class CheckpointManager:
     identity: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     contents: CheckpointContents = field(init=False, repr=False, compare=False)
+    watch: Watch = field(default_factory=Watch)
     _store: CheckpointWriter = field(init=False, repr=False, compare=False)
     _unsaved: str = ""  # why the newest save did not become a checkpoint
 
@@ -64,7 +66,9 @@ class CheckpointManager:
         """
         meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
-        status = self._store.save(progress.step, pieces, meta, **({"patience_s": None} if last else {}))
+        pinned = self.watch.best.pinned if self.watch.best is not None else frozenset()
+        patience: dict[str, Any] = {"patience_s": None} if last else {}
+        status = self._store.save(progress.step, pieces, meta, pinned=pinned, **patience)
         if status is SaveStatus.SKIPPED:
             said = "this checkpoint was skipped, as the one before it is still being written"
             self.sink(records.Event(level="warning", message=said, step=progress.step, rank=self.rank))
@@ -97,55 +101,110 @@ class CheckpointManager:
         first writer of a directory knows whether its checkpoint is complete: another writer that stopped waiting
         reports nothing about it.
         """
-        lacking = self._lacking(gather, at)
+        lacking = self._lacking(self.progress.step, gather, at)
         if lacking:
             said = f"step {self.progress.step} could not be saved: trying once more in {_AGAIN_S:g} s"
             self._tell("warning", said, step=self.progress.step)
             time.sleep(_AGAIN_S)
             self.save(self.progress, last=True)
-            lacking = self._lacking(gather, at)
+            lacking = self._lacking(self.progress.step, gather, at)
         if not lacking:
+            self._settle(is_saved=True)
             return None
         if self.rank not in lacking:
             return PeerLost(f"rank {lacking[0]} could not save step {self.progress.step}: see its error message")
         newest = latest_step(self.directory.path)
         left = f"the newest checkpoint is of step {newest}" if newest is not None else "there is no checkpoint"
-        return RunFailed(f"{self._missing()}; {left}")
+        return RunFailed(f"{self._missing(self.progress.step)}; {left}")
 
-    def _lacking(self, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
-        """Return the ranks whose disks lack the last step, once no rank is writing any more."""
+    def settle_best(self, gather: GatherBytes, at: Callable[[int, str], None]) -> None:
+        """Wait until the checkpoint of a new best is written, and agree on whether it is on all disks.
+
+        All ranks must call it, before the next one is saved. Nothing is waited for where no best is pending.
+        """
+        best = self.watch.best
+        if best is None or not best.is_pending:
+            return
+        step = best.best.step
+        lacking = self._lacking(step, gather, at)
+        self._settle(is_saved=not lacking)
+        if lacking:
+            kept = f"that of step {best.best.step} stays" if best.best.is_there else "none is kept so far"
+            self._tell("warning", f"the best checkpoint, of step {step}, could not be saved: {kept}", step=step)
+
+    def _settle(self, *, is_saved: bool) -> None:
+        best = self.watch.best
+        if best is None or not best.is_pending:
+            return
+        best.settle(is_saved=is_saved)
+        self._store.prune(best.pinned)
+
+    def _lacking(self, step: int, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
+        """Return the ranks whose disks lack a checkpoint of `step`, once no rank is writing any more."""
         while True:
             at(self.progress.step, "save")
             is_writing = not self._store.wait(_WORD_S)
             self.report()
-            told = gather((_WRITING if is_writing else _FAILED if self._missing() else _SAVED,))[:, 0].tolist()
+            word = _WRITING if is_writing else _FAILED if self._missing(step) else _SAVED
+            told = gather((word,))[:, 0].tolist()
             if _WRITING not in told:
                 return [rank for rank, one in enumerate(told) if one == _FAILED]
 
-    def _missing(self) -> str:
-        """Return why the last step is not on this disk; "" if it is, and on all writers but the first."""
-        if not self.directory.is_leader or self.progress.step in list_checkpoints(self.directory.path):
+    def _missing(self, step: int) -> str:
+        """Return why a step is not on this disk; "" if it is, and on all writers but the first."""
+        if not self.directory.is_leader or step in list_checkpoints(self.directory.path):
             return ""
-        return self._unsaved or f"the checkpoint of step {self.progress.step} is not in {self.directory.path} any more"
+        return self._unsaved or f"the checkpoint of step {step} is not in {self.directory.path} any more"
 
-    def resume(self, channel: Channel, step: int = -1) -> bool:
+    def resume(self, channel: Channel, step: int = -1, *, only: int = -1) -> bool:
         """Restore the trainer from the newest checkpoint that is good on all hosts; return False if there is none.
 
-        All ranks must call it. `step`: the newest step to accept; -1: any. Damaged checkpoints that are passed over are
-        quarantined. Raises BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good.
+        All ranks must call it. `step`: the newest step to accept; -1: any. `only`: the step to restore, whatever is
+        newer, which is then set aside; -1: the newest. Damaged checkpoints that are passed over are quarantined. Raises
+        BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good, or not that of `only`.
         """
-        until = step if step >= 0 else None
+        wanted = only if only >= 0 else step
+        until = wanted if wanted >= 0 else None
         found = CheckpointSearch(channel, self.directory.path, self.directory.is_leader).run(until)
         if found is None:
             return False
         checkpoint, problems = found
+        if only >= 0 and checkpoint.step != only:
+            raise CheckpointMismatch(
+                f"the checkpoint of step {only} in {self.directory.path} is damaged, or is not there on every host: "
+                "resume from another one with --checkpoint STEP, or from the latest"
+            )
         self._check(checkpoint)
         for bad, problem in problems.items():
             self._tell("warning", f"{problem}; fell back to the checkpoint before it; {self._set_aside(bad)}")
         told = self.contents.restore(CheckpointSource(checkpoint))
         if told:
             self._tell("info", told, step=checkpoint.step)
+        self._check_best(channel)
+        if only >= 0:
+            self._leave_behind(only)
         return True
+
+    def _check_best(self, channel: Channel) -> None:
+        """Forget the best checkpoint where a disk does not hold it, e.g. as the newest ones were damaged."""
+        best = self.watch.best
+        if best is None or not best.best.is_there:
+            return
+        step = best.best.step
+        if 0.0 in gathered(channel, [float(not self._missing(step))])[:, 0].tolist():
+            best.restore({})
+            said = f"the best checkpoint so far, of step {step}, is not there on every host: it is looked for anew"
+            self._tell("warning", said)
+
+    def _leave_behind(self, step: int) -> None:
+        """Set the checkpoints after `step` aside: the run goes on from there, and they are of another history."""
+        if not self.directory.is_leader:
+            return
+        later = [one for one in list_checkpoints(self.directory.path) if one > step]
+        names = [set_aside(self.directory.path, one).name for one in later]
+        if names:
+            said = f"goes on from step {step} as asked; the later checkpoints are kept as {', '.join(names)}"
+            self._tell("info", f"{said}, which nothing reads: remove them when you do not need them", step=step)
 
     def _tell(self, level: str, message: str, *, step: int = -1) -> None:
         self.sink(records.Event(level=level, message=message, step=step, rank=self.rank))

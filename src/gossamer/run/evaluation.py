@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,28 @@ from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_sli
 from gossamer.run.forward import run_forward
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import At
+from gossamer.run.step_runner import ModelPart
 from gossamer.run.text_sampling import NoSample, Sampler
 from gossamer.run.trainer_services import Sink
+from gossamer.run.validation_set import ValidationSet
 from gossamer.spec import records
+from gossamer.spec.watched_figure import LOSS, Figures
 from gossamer.sync import GradientReducer, OuterLoop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """The evaluation on one rank, which all ranks run at the same steps."""
+    """The evaluation on one rank, which all ranks run at the same steps.
+
+    `pieces`: the stages of this rank, whose last one returns the loss and the `metrics` (`MeasuredLoss`).
+    """
 
     stages: RankStages
+    pieces: Mapping[int, ModelPart]
+    metrics: tuple[str, ...]  # their names
     feed: Feed
-    validation: Batches | None
-    sequences: int  # at most, in all
+    validation: Mapping[str, ValidationSet]  # those that hold a sequence
+    sequences: int  # of each set, at most
     sampler: Sampler | None
     replica: GradientReducer
     apart: OuterLoop
@@ -38,15 +46,17 @@ class Evaluator:
     at: At
 
     @torch.no_grad()
-    def evaluate(self, step: int) -> float | None:
-        """Return the mean validation loss, over the same sequences on any number of ranks; None without such data.
+    def evaluate(self, step: int) -> Figures:
+        """Return the mean loss and the metrics of every validation set, over the same sequences on any number of ranks.
 
-        In local-update training it is the loss of the global parameters. It also samples text if the configuration asks
-        for that. The buffers of the model are afterwards as training left them.
+        They are the same on all ranks. In local-update training they are those of the global parameters. It also
+        samples text if the configuration asks for that. The buffers of the model are afterwards as training left them.
         """
         module, is_whole = self.stages.engine.module, not self.shards_parameters
+        found: dict[tuple[str, str], float] = {}
         with self.apart.agreed(step), untouched(module, parameters=is_whole):
-            loss = self._evaluate(step)
+            for name, one in self.validation.items():
+                found.update({(name, figure): value for figure, value in self._evaluate(step, name, one).items()})
             if self.sampler is not None:
                 self.at(step, "sample")
                 try:
@@ -55,36 +65,40 @@ class Evaluator:
                 except NoSample as error:
                     said = f"no sample: {error}"
                     self.sink(records.Event(level="warning", message=said, step=step))
-        return loss
+        return found
 
-    def _evaluate(self, step: int) -> float | None:
-        if self.validation is None or len(self.validation) == 0:
-            return None
+    def _evaluate(self, step: int, name: str, one: ValidationSet) -> dict[str, float]:
+        """Evaluate one set, write its record, and return its figures by name."""
         began = time.perf_counter()
         self.at(step, "evaluate")
-        chosen = self.validation.first(self.sequences)
+        chosen = one.batches.first(self.sequences)
         plan, replica = self.feed.plan, self.feed.replica
         slices = [list(self._slices(chosen, r)) for r in range(plan.mesh.replica)]
         self.stages.engine.module.eval()
         # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.shards_parameters else 0
-        sums = self.replica.gather(self._evaluated(self.validation, slices[replica], idle, step))
-        sums = sums.sum(0)
-        loss = float(sums[0] / sums[1]) if sums[1] else math.nan
-        text_bytes = self.validation.text_bytes(chosen)
+        sums = self.replica.gather(self._evaluated(one.batches, slices[replica], idle, step)).sum(0).tolist()
+        loss = sums[0] / sums[1] if sums[1] else math.nan
+        metrics = {
+            metric: total / count if count else math.nan
+            for metric, total, count in zip(self.metrics, sums[2::2], sums[3::2], strict=True)
+        }
+        text_bytes = one.batches.text_bytes(chosen)
         self.sink(
             records.Evaluation(
                 step=step,
                 loss=loss,
-                bits_per_byte=float(sums[0]) / math.log(2) / text_bytes if text_bytes else None,
+                bits_per_byte=sums[0] / math.log(2) / text_bytes if text_bytes else None,
                 sequences=len(chosen),
                 seconds=time.perf_counter() - began,
+                name=name,
+                metrics=metrics,
             )
         )
-        return loss
+        return {LOSS: loss, **metrics}
 
     def _slices(self, chosen: np.ndarray[Any, Any], replica: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Return the sequences that a replica evaluates, of those chosen, in slices as long as its micro-batches."""
+        """Return the chosen sequences that a replica evaluates, in slices as long as its micro-batches."""
         plan = self.feed.plan
         mine = chosen[np.asarray(part(len(chosen), replica, plan.mesh.replica), dtype=np.int64)]
         largest = max(1, plan.rows[replica] // plan.microbatches[replica])
@@ -92,16 +106,18 @@ class Evaluator:
 
     def _evaluated(
         self, split: Batches, chosen: Sequence[np.ndarray[Any, Any]], idle: int, step: int
-    ) -> tuple[float, float]:
-        """Return the sum of the losses over the valid labels of the chosen sequences, and the number of these labels.
+    ) -> tuple[float, ...]:
+        """Return the sum of the losses over the valid labels of the chosen sequences, and the number of these labels,
+        then the sum and the count of every metric.
 
-        Both are zero on ranks without the last stage. `idle`: extra forwards to run, so that all ranks unshard equally
+        All are zero on ranks without the last stage. `idle`: extra forwards to run, so that all ranks unshard equally
         often.
         """
+        nothing = (0.0,) * (2 + 2 * len(self.metrics))
         real = len(chosen)
         chosen = [*chosen, *[np.zeros(1, np.int64)] * idle]
         if not chosen:
-            return 0.0, 0.0
+            return nothing
         pipeline = self.stages.pipeline.forward_only(len(chosen))
         mine = sorted(pipeline.batches)
         batches: dict[int, MicroBatch] = {}
@@ -109,15 +125,15 @@ class Evaluator:
             self.at(step, "evaluate")
             batches[n] = MicroBatch(0, moved(split.batch(chosen[n]), self.stages.engine.device))
         weights = self.stages.weights(batches)
-        means = run_forward(
-            self.stages.pump, self.stages.pieces, pipeline, batches, moves=lambda: self.at(step, "evaluate")
-        )
-        known = {n: float(mean) for n, mean in means.items() if weights[n] and n < real}
-        return sum(mean * weights[n] for n, mean in known.items()), sum(weights[n] for n in known)
+        found = run_forward(self.stages.pump, self.pieces, pipeline, batches, moves=lambda: self.at(step, "evaluate"))
+        known = {n: one.double().reshape(-1).cpu() for n, one in found.items() if weights[n] and n < real}
+        if not known:
+            return nothing
+        loss = sum(float(one[0]) * weights[n] for n, one in known.items())
+        measured = torch.stack([one[1:] for one in known.values()]).sum(0).tolist()
+        return loss, sum(weights[n] for n in known), *measured
 
     def estimate_s(self, pace_s: float) -> float:
         """Return an estimate of an evaluation's seconds: a forward takes a third of a step."""
-        if self.validation is None:
-            return 0.0
-        sequences = len(self.validation.first(self.sequences))
+        sequences = sum(len(one.batches.first(self.sequences)) for one in self.validation.values())
         return pace_s * sequences / sum(self.feed.plan.rows) / 3

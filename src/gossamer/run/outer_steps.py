@@ -28,7 +28,7 @@ class OuterSteps:
     rule: Optimizer
     sink: Sink
     at: At  # reports this rank's position to the supervisor: (step, phase)
-    asked_to_stop: Callable[[], bool]
+    asked_to_stop: Callable[[], int]
 
     def note(self, agreement: StepAgreement, level: str, *, committed: bool) -> None:
         """Keep the loss of a step that one island made by itself, for the next report to the others."""
@@ -45,19 +45,19 @@ class OuterSteps:
         self.replica.timing.exposed_s += self.apart.exposed_s  # including the wait for a checkpoint since the last step
         self.apart.exposed_s = 0.0
 
-    def stops(self, goal: Goal, done: int, ask: int = 0) -> bool:
-        """Return whether all ranks stop after `done` steps.
+    def stops(self, goal: Goal, done: int, ask: int = 0) -> int:
+        """Return the request to stop that all ranks follow after `done` steps, 0 for none (see `TrainerServices`).
 
         If all ranks voted on the step, one vote `ask` is enough; else they stop when all have received the request.
         """
         if self.word is None or self.sync.level(done - 1) == "all":
-            return ask > 0
+            return ask
         began = time.perf_counter()
         heard = self.word.after(done, int(self.asked_to_stop()), last=done == goal.steps)
         self.replica.timing.exposed_s += time.perf_counter() - began
         for one in heard:
             self._tell_of_islands(one)
-        return any(one.ask for one in heard)
+        return max((one.ask for one in heard), default=0)
 
     def _tell_of_islands(self, heard: ReplicaStatus) -> None:
         losses = tuple(s / w if w else math.nan for s, w in zip(heard.losses, heard.weights, strict=True))

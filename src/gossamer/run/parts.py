@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from gossamer.model.text_stream import TextCoder
 from gossamer.recipe import Recipe
 from gossamer.run.batches import Batches
 from gossamer.run.staged_model import StagedModel
+from gossamer.run.validation_set import ValidationSet
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
@@ -24,7 +26,7 @@ class Parts:
     module: nn.Module  # of this rank
     objective: Loss
     train: Batches
-    validation: Batches | None
+    validation: Mapping[str, ValidationSet]  # by name, in the order of evaluation
     config: RunConfig
     plan: Plan
     device: torch.device

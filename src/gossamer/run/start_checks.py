@@ -11,7 +11,9 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.model.precision import precision_of
 from gossamer.optimizer.master import HALF
 from gossamer.run.checkpoint import trainable
+from gossamer.run.metrics import load_metrics
 from gossamer.run.parts import Parts
+from gossamer.run.watch import Watch
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.odd_one_out import outvoted, parted
 
@@ -39,6 +41,8 @@ def check_before_start(parts: Parts) -> None:
             do="leave train.sample_prompt out",
             key="train.sample_prompt",
         )
+    Watch.of(parts)
+    _check_validation(parts)
     parts.recipe.lr_schedule.factor(0, config.train.steps)  # a warm-up that fits
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
@@ -50,6 +54,25 @@ def check_before_start(parts: Parts) -> None:
         if param.device.type == "meta":
             raise BadInput(f"parameter {name} is on the meta device: materialize the model first", key="model")
     _check_copies(parts)
+
+
+def _check_validation(parts: Parts) -> None:
+    """Raise BadInput for metrics without validation data, and for a validation set that is looked at and is empty."""
+    if load_metrics(parts.config.train.metrics) and not parts.validation:
+        raise bad_input(
+            wanted="validation data, on which metrics are computed",
+            got="none",
+            do="give text with data.validation, or leave train.metrics out",
+            key="train.metrics",
+        )
+    empty = [name for name, one in parts.validation.items() if not len(one.batches)]
+    if empty and (parts.config.train.keep_best is not False or parts.config.train.early_stop.patience):
+        raise bad_input(
+            wanted="validation sets with a sequence each, of which the best evaluation is looked for",
+            got=f"none in {', '.join(empty)}",
+            do="lower data.sequence, give more text, or leave train.keep_best and train.early_stop out",
+            key="data.validation",
+        )
 
 
 def _check_copies(parts: Parts) -> None:

@@ -16,11 +16,21 @@ from gossamer.run.step_algorithm import StepAlgorithm
 from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_reports import JudgedStep, StepReports
 from gossamer.run.time_limit import TimeLimit
-from gossamer.run.trainer_services import TrainerServices
+from gossamer.run.trainer_services import FINISH, TrainerServices
 from gossamer.run.verify import Verifier
+from gossamer.run.watch import Watch
 from gossamer.sharding import ShardedOptimizer, Sharding
+from gossamer.spec import records
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.sync import GradientReducer
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyEnd:
+    """Why a run is done before its last step: `reason` as in the end record, and the message for people."""
+
+    reason: str
+    message: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +48,7 @@ class Trainer:
     evaluator: Evaluator
     limit: TimeLimit
     reports: StepReports
+    watch: Watch
     around: TrainerServices
 
     @property
@@ -69,41 +80,78 @@ class Trainer:
         self.outer.apart.begin(self.progress.step, self.goal.steps, self.goal.seed)
         return known.told
 
-    def run(self) -> None:
-        """Train to the goal.
+    def run(self) -> EarlyEnd | None:
+        """Train to the goal; return why the run is done before it, None where it is not.
 
         Raises Interrupted, after saving, when asked to stop; StepRejected by the policy for non-finite steps;
         Untrustworthy if verification names a rank.
         """
         progress, began = self.progress, time.perf_counter()
         first = saved = progress.step
+        if self.watch.is_over:  # resumed as it ended, and nothing has changed about that
+            return self._early_end(progress.step)
         self.verifier.begin(saved, scale=self.nonfinite.scaling.factor)
         while progress.step < self.goal.steps:
             stop = self.one_step()
             step = progress.step
             self.goal = self.limit.fit(self.goal, step, step - first, time.perf_counter() - began)
-            goal = self.goal
-            if goal.evaluate_every and step % goal.evaluate_every == 0 and step < goal.steps:
-                self.evaluator.evaluate(step)
-            if stop or (goal.checkpoint_every and step % goal.checkpoint_every == 0) or step == goal.steps:
-                self._save(step, last=stop or step == goal.steps)
+            goal, is_best = self.goal, self._evaluate(step)
+            ends = bool(stop) or self.watch.is_over or step == goal.steps
+            if ends or is_best or (goal.checkpoint_every and step % goal.checkpoint_every == 0):
+                self._save(step, last=ends or is_best)
                 saved = step
+            if step < goal.steps and (stop == FINISH or self.watch.is_over):
+                return self._early_end(step)
             if stop and step < goal.steps:
                 raise Interrupted(f"stopped as asked after step {step}, saved at step {saved}")
-        self.evaluator.evaluate(progress.step)
+        if not self.watch.is_on or first == progress.step:
+            self.evaluator.evaluate(progress.step)
+        return None
+
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate after `step` steps where that is due; return whether it is the best so far.
+
+        A run that keeps its best checkpoint evaluates its last step before it is saved: that may be the best one.
+        """
+        goal = self.goal
+        is_last, is_due = step == goal.steps, goal.evaluate_every and step % goal.evaluate_every == 0
+        if not (self.watch.is_on if is_last else is_due):
+            return False
+        figures = self.evaluator.evaluate(step)
+        self.around.saver.settle_best(self.replica.gather, self.around.at)
+        if not self.watch.see(step, figures):
+            return False
+        assert self.watch.best is not None
+        figure, value = self.watch.best.figure, self.watch.best.best.value
+        self.around.sink(records.Best(step=step, name=figure.of, figure=figure.figure, value=value))
+        return True
+
+    def _early_end(self, step: int) -> EarlyEnd:
+        """Return why the run ends after `step` steps, show it as complete, and load what the islands agree on."""
+        if self.outer.apart.fragments:
+            with self.outer.apart.agreed(step):
+                agreed = {name: param.detach().clone() for name, param in self.states.params.items()}
+            for name, value in agreed.items():
+                self.states.params[name].detach().copy_(value)
+        self.around.sink(records.Length(step=step, steps=step))
+        if self.watch.stop is not None and self.watch.is_over:
+            return EarlyEnd("early_stop", self.watch.stop.reason)
+        return EarlyEnd("callback", f"a callback ended the run after step {step}")
 
     def _save(self, step: int, *, last: bool) -> None:
         """Save a checkpoint after `step` steps; `last`: also if that must wait for the checkpoint before."""
+        if self.watch.best is not None and self.watch.best.best.step != step:
+            self.around.saver.settle_best(self.replica.gather, self.around.at)
         self.around.at(step, "save")
         self.outer.apart.settle(step)
         self.verifier.same_everywhere(step)
         self.descent.settle(step)
         self.around.saver.save(self.progress, last=last)
 
-    def one_step(self) -> bool:
+    def one_step(self) -> int:
         """Run one step, which all ranks, or those of one island, commit or reject together.
 
-        Returns True when all ranks are to stop after it.
+        Returns the request to stop that all ranks follow after it, 0 for none.
         """
         step, began = self.progress.step, time.perf_counter()
         if not self.feed.makes(step) or self.outer.apart.is_late(step):
@@ -180,7 +228,7 @@ class Trainer:
         exchange = {name: self.sharding.exchange(one, path) for name, one in changed.exchange.items()}
         self.replica.adopt(exchange, bucket_bytes=changed.bucket_bytes, buckets=changed.buckets, turns=changed.turns)
 
-    def _pause(self, began: float) -> bool:
+    def _pause(self, began: float) -> int:
         """Sit out a step that this island has no time for, but take part in the rounds of the outer loop."""
         self.progress.step += 1
         self.outer.after(self.goal, self.progress.step, 0.0, 0.0, made=False)

@@ -11,6 +11,7 @@ from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.spec import records
 
 Sink = Callable[[records.Record], None]
+INTERRUPT, FINISH = 1, 2  # requests to stop; of several ranks' requests the largest holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,14 @@ class Replan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerServices:
-    """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager."""
+    """The callbacks and services of a trainer: record sink, position reports, stop requests, checkpoint manager.
+
+    `asked_to_stop` returns 0, INTERRUPT (save, and end as interrupted) or FINISH (save, and end as done).
+    """
 
     sink: Sink
     at: Callable[[int, str], None]
-    asked_to_stop: Callable[[], bool]
+    asked_to_stop: Callable[[], int]
     saver: CheckpointManager
     beside: CommThread | None = None  # for rounds of the outer loop and all-gathers of shards, beside the steps
     replan: Callable[[int, float, float], Replan | None] = lambda step, compute_s, exposed_s: None

@@ -79,6 +79,8 @@ def _choices(resolved: Resolved) -> Iterator[tuple[str, str, Any]]:
             yield from ((room, f"{key}.{i}", each) for i, each in enumerate(value))
         elif not (value in _OPEN and (value == field.default or f"{value}" in _words_of(field))):
             yield room, key, value
+    for name, source in resolved.config.data.validation_sources.items():
+        yield "data/source", f"data.validation.{name}", source
 
 
 def _words_of(field: FieldInfo) -> list[str]:

@@ -12,8 +12,8 @@ from gossamer.settings.yaml_io import flow
 
 _PLAIN = ("model.hf", "model.gguf", "data.cache", "run.directory")
 _METHODS = ("data.source", "data.tokenizer")
-_OF_FILES = ("text", "jsonl", "parquet", "hf")
-_FIELDS = ("files", "directory")
+_OF_FILES = ("text", "jsonl", "parquet", "hf", "chat")
+_FIELDS = ("files", "directory", "template")
 
 
 def anchored(resolved: Resolved, folder: Path) -> Resolved:
@@ -26,6 +26,12 @@ def anchored(resolved: Resolved, folder: Path) -> Resolved:
         absolute = _of_method(value, folder) if key in _METHODS else value if named else _absolute(value, folder)
         if absolute != value:
             resolved = resolved.replace(key, absolute, origin=where)
+    where, sources = resolved.origin.get("data.validation", ""), resolved.config.data.validation_sources
+    if COMMAND_LINE in where and sources:
+        written = resolved.config.data.validation
+        assert isinstance(written, Mapping)
+        found = {name: _of_method(each, folder) if name in sources else each for name, each in written.items()}
+        resolved = resolved.replace("data.validation", found, origin=where)
     return resolved
 
 
@@ -42,6 +48,9 @@ def _of_method(written: Any, folder: Path) -> Any:
         name, colon, path = written.partition(":")
         return f"{name}:{_absolute(path.strip(), folder)}" if colon and name in _OF_FILES else written
     name, inner = next(iter(written.items()))
+    if name == "mixture" and isinstance(inner, Mapping) and isinstance(inner.get("sources"), Mapping):
+        sources = {each: _of_method(source, folder) for each, source in inner["sources"].items()}
+        return {name: {**inner, "sources": sources}}
     if name not in _OF_FILES:
         return written
     if isinstance(inner, str):

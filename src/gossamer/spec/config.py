@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gossamer.spec.method_config import Exchanges, MethodOf, Written
+from gossamer.spec.validation_sets import check_sets, sets_of
+from gossamer.spec.watched_figure import Watched
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]
@@ -110,7 +112,11 @@ class DataSection(Section):
     sequence: Annotated[int, Field(ge=2)] = Field(256, description="tokens per sequence")
     pack: bool = Field(True, description="fill sequences from the stream of documents; false: one document piece each")
     isolate: bool = Field(False, description="restart positions at document borders, so that none attends to another")
-    validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="fraction held out, by hash of the file")
+    validation: float | dict[str, float | Written] = Field(
+        0.05,
+        description="fraction held out, by hash of the file; or validation sets by name, each a source as "
+        "`data.source` or (one of them) a fraction",
+    )
     factory: str | None = Field(
         None,
         description='"package.module:function" that returns a map-style dataset of dictionaries of tensors, instead '
@@ -118,6 +124,22 @@ class DataSection(Section):
     )
     config: dict[str, Any] = Field({}, description="arguments of the factory")
     cache: str | None = Field(None, description="folder of tokenized corpora; default: the user's cache directory")
+
+    @field_validator("validation", mode="after")
+    @classmethod
+    def _is_validation(cls, value: float | dict[str, float | Written]) -> float | dict[str, float | Written]:
+        check_sets(value)
+        return value
+
+    @property
+    def held_out(self) -> float:
+        """Return the fraction of the training text that is held out for validation."""
+        return sets_of(self.validation).fraction
+
+    @property
+    def validation_sources(self) -> Mapping[str, Written]:
+        """Return the sources of the validation sets that have one, by name."""
+        return sets_of(self.validation).sources
 
 
 class VerifySection(Section):
@@ -134,6 +156,21 @@ class VerifySection(Section):
     )
     on_failure: Literal["stop", "warn"] = Field(
         "stop", description="action when a rank is found wrong: stop the run, or warn"
+    )
+
+
+class EarlyStopSection(Section):
+    """The end of a run before its last step, once evaluations show no improvement."""
+
+    patience: Annotated[int, Field(ge=0)] = Field(
+        0, description="evaluations in a row without an improvement after which the run ends; 0: never"
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="a change that is not larger than this is no improvement"
+    )
+    monitor: Watched = Field(
+        "",
+        description="the figure that is to improve, as in `keep_best`; default: the loss of the first validation set",
     )
 
 
@@ -166,6 +203,17 @@ class TrainSection(Section):
     sample_max_new_tokens: Positive = Field(40, description="tokens to generate at most")
     checkpoint_every: Annotated[int, Field(ge=0)] = Field(500, description="steps; 0: only at the end")
     keep_checkpoints: Positive = 2
+    keep_best: bool | Watched = Field(
+        False,
+        description="keep the checkpoint with the lowest loss on the first validation set beside the newest ones; or "
+        "the figure to look at: SET, METRIC or SET/METRIC, of which {highest: METRIC} takes the highest",
+    )
+    early_stop: EarlyStopSection = EarlyStopSection()
+    metrics: list[str] = Field(
+        [],
+        description='"package.module:function" of (logits, labels), which returns a sum and a count, for every '
+        "evaluation",
+    )
     on_nonfinite: Literal["retry_skip_stop", "skip", "stop"] = Field(
         "retry_skip_stop", description="action on a loss or gradient that is not finite"
     )

@@ -76,7 +76,7 @@ class Step(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length(Record):
-    """A new number of steps for the training loop, where `train.seconds` allows another number than `Start` gave."""
+    """A new number of steps for the training loop: `train.seconds` allows another one, or the run ends early."""
 
     kind: ClassVar[str] = "length"
     step: int  # after which the number was found
@@ -96,7 +96,7 @@ class Islands(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation(Record):
-    """The loss on the validation sequences after a step."""
+    """The loss on the sequences of one validation set after a step; the sets follow in their order."""
 
     kind: ClassVar[str] = "evaluation"
     step: int
@@ -104,6 +104,19 @@ class Evaluation(Record):
     bits_per_byte: float | None
     sequences: int
     seconds: float
+    name: str = "validation"  # of the set in data.validation; this one for a fraction
+    metrics: dict[str, float] = field(default_factory=dict)  # of train.metrics, by the name of the function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best(Record):
+    """The best value so far of the figure that `train.keep_best` names; the checkpoint of the step is kept."""
+
+    kind: ClassVar[str] = "best"
+    step: int
+    name: str  # of the validation set
+    figure: str  # "loss", or a metric of train.metrics
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +205,7 @@ class End(Record):
     outcome: str  # "done" | "interrupted" | "failed"
     message: str = ""
     seconds: float = 0.0
+    reason: str = ""  # of a run that is done before its last step: "early_stop" | "callback"
 
 
 _ALL: tuple[type[Record], ...] = (
@@ -200,6 +214,7 @@ _ALL: tuple[type[Record], ...] = (
     Length,
     Islands,
     Evaluation,
+    Best,
     Saved,
     Sample,
     Verification,

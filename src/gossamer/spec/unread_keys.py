@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gossamer.spec.config import DataSection, PlanSection, RunConfig, TrainSection, VerifySection
+from gossamer.spec.config import DataSection, EarlyStopSection, PlanSection, RunConfig, TrainSection, VerifySection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
+from gossamer.spec.watched_keys import check_watched
 
 _DATA, _PLAN, _TRAIN, _VERIFY = DataSection(), PlanSection(), TrainSection(), VerifySection()
+_STOP = EarlyStopSection()
 
 
 def in_stages(config: RunConfig) -> bool:
@@ -114,6 +116,22 @@ _BESIDE_TEXT = (
         do="set train.sample_prompt, or leave train.sample_max_new_tokens out",
     ),
     Unread(
+        key="train.early_stop.min_delta",
+        is_written=lambda c: c.train.early_stop.min_delta != _STOP.min_delta,
+        is_read=lambda c: c.train.early_stop.patience > 0,
+        wanted="train.early_stop.patience above 0, without which no run ends early",
+        got=lambda c: "train.early_stop.patience 0",
+        do="set train.early_stop.patience to a number of evaluations, or leave train.early_stop.min_delta out",
+    ),
+    Unread(
+        key="train.early_stop.monitor",
+        is_written=lambda c: c.train.early_stop.monitor != _STOP.monitor,
+        is_read=lambda c: c.train.early_stop.patience > 0,
+        wanted="train.early_stop.patience above 0, without which no run ends early",
+        got=lambda c: "train.early_stop.patience 0",
+        do="set train.early_stop.patience to a number of evaluations, or leave train.early_stop.monitor out",
+    ),
+    Unread(
         key="data.isolate",
         is_written=lambda c: c.data.isolate != _DATA.isolate,
         is_read=lambda c: c.data.pack,
@@ -159,6 +177,10 @@ def unread(config: RunConfig) -> Iterator[BadInput]:
 
 
 def check_given(config: RunConfig) -> None:
-    """Raise BadInput for the first key that nothing would read. Needs no model, no plan and no torch."""
+    """Raise BadInput for the first key that nothing would read, or that names a figure that no evaluation has.
+
+    Needs no model, no plan and no torch.
+    """
     for error in unread(config):
         raise error
+    check_watched(config)

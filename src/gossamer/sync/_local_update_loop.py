@@ -292,7 +292,7 @@ def outer_loop_of(
     units: Sequence[str] = (),
     bucket_bytes: int,
     second_moments: SecondMoments = lambda names: {},
-    asked: Callable[[], bool] = lambda: False,
+    asked: Callable[[], int] = lambda: 0,
 ) -> OuterLoop:
     """Build the outer loop of one rank; without `loop`, one that does nothing. All islands must hold the same
     parameters now.
@@ -300,7 +300,7 @@ def outer_loop_of(
     `params`: the trained parameters by name; `truth`: by the same names the float32 master weights, which the optimizer
     updates in place of parameters in half types. `pump`: a communication thread over the groups of
     `ProcessGroups.twice`, used for nothing else. `second_moments`: returns this island's current ones. `asked`: returns
-    whether this rank was asked to stop, which the rounds report where they do not wait for stragglers. Raise BadInput
+    this rank's request to stop, which the rounds report where they do not wait for stragglers. Raise BadInput
     where an exchange cannot serve a bucket or these process groups.
     """
     if loop is None:

@@ -66,13 +66,13 @@ class _Answer(Generic[Brought]):
 class QuorumThread(StatusChannel, Generic[Brought, Left]):
     """The thread of one rank that forms the quorum of each round and starts its exchange.
 
-    `asked`: returns whether this rank was asked to stop. The thread calls `contribute` with a rank's contribution to a
-    round while the rank waits; for an absent rank it calls `contribute` with None while that computes.
+    `asked`: returns this rank's request to stop, 0 for none. The thread calls `contribute` with a rank's contribution
+    to a round while the rank waits; for an absent rank it calls `contribute` with None while that computes.
     """
 
     channel: Channel
     patience_s: float
-    asked: Callable[[], bool]
+    asked: Callable[[], int]
     missed: int = 0  # the last step after which a round went on without this rank
     _said: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     _answers: dict[int, _Answer[Brought]] = field(default_factory=dict)

@@ -149,6 +149,9 @@ def _judged(runs: Sequence[RunHistory]) -> tuple[bool | None, list[str]]:
     counts = {run.evaluations[-1].sequences for run in runs if run.evaluations}
     if len(counts) > 1:
         said.append(f"The evaluations are of different numbers of sequences: {_listed(sorted(counts))}.")
+    sets = {run.evaluations[-1].name for run in runs if run.evaluations}
+    if len(sets) > 1:
+        said.append(f"The evaluations are of different validation sets: {_listed(sorted(sets))}.")
     steps = [_tokens_per_step(run) for run in runs]
     if len(set(steps)) > 1:
         said.append(f"A step has different numbers of tokens ({_listed(steps)}): the runs are compared by tokens.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gossamer.spec.records import Evaluation, Event, Sample, Saved, Start
+from gossamer.spec.records import Best, Evaluation, Event, Sample, Saved, Start
 from gossamer.spec.units import show_bytes
+from gossamer.spec.validation_sets import HELD_OUT
 
 # Of the 256 terminal colors, those of middle lightness: readable on a white and on a black ground alike.
 ACCENT = "color(31)"  # blue-green
@@ -41,10 +42,20 @@ def setting_words(start: Start) -> str:
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Return the result of an evaluation as text: bits per byte where known, else the loss."""
-    if evaluation.bits_per_byte is not None:
-        return f"{evaluation.bits_per_byte:.3f} bits/byte"
-    return f"loss {evaluation.loss:.4f}"
+    """Return the result of an evaluation as text: bits per byte where known, else the loss; then its metrics."""
+    bits = evaluation.bits_per_byte
+    first = f"{bits:.3f} bits/byte" if bits is not None else f"loss {evaluation.loss:.4f}"
+    return ", ".join([first, *(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())])
+
+
+def set_name(evaluation: Evaluation) -> str:
+    """Return the name of a validation set after a space; "" for the one that a fraction of the text makes."""
+    return "" if evaluation.name == HELD_OUT else f" {evaluation.name}"
+
+
+def best_words(best: Best) -> str:
+    """Return the best evaluation so far as text."""
+    return f"best {best.name} {best.figure} so far: {best.value:.4f} at step {best.step}, whose checkpoint is kept"
 
 
 def saved_words(saved: Saved) -> str:

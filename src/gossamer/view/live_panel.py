@@ -120,8 +120,16 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
     if progress.evaluations:
         evaluation = progress.evaluations[-1]
         rows.append(
-            ("validation", _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"))
+            (
+                "validation" if not progress.other_sets else evaluation.name[:10],
+                _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"),
+            )
         )
+    rows += [
+        (name[:10], _value(format_evaluation(one), f"at {one.step:,}")) for name, one in progress.other_sets.items()
+    ]
+    if (best := progress.best) is not None:
+        rows.append(("best", _value(f"{best.value:.4f}", f"{best.name} {best.figure} at {best.step:,}")))
     if (rate := progress.pace.tokens_per_s) is not None and progress.pace.step_s is not None:
         rows.append(("tokens/s", _value(show_count(rate), f"{show_seconds(progress.pace.step_s)} a step")))
     if (share := progress.of_peak) is not None:

@@ -12,6 +12,7 @@ from typing import Literal, TextIO
 from gossamer.spec.records import Record
 from gossamer.view.display import Display
 from gossamer.view.display.live import Live
+from gossamer.view.display.notebook import Notebook, notebook_show
 from gossamer.view.display.plain import Plain
 from gossamer.view.display.quiet import Quiet
 
@@ -28,12 +29,14 @@ def open_display(
 ) -> Display:
     """Open the display called `name` on `out` (default: standard output). Its methods never raise.
 
-    `auto` is `live` on a terminal and `plain` elsewhere, under a CI service included. `live` needs a terminal that can
-    move its cursor and show UTF-8; without one it is `plain`, too. NO_COLOR is honored.
+    `auto` is a chart in a notebook, `live` on a terminal and `plain` elsewhere, under a CI service included. `live`
+    needs a terminal that can move its cursor and show UTF-8; without one it is `plain`, too. NO_COLOR is honored.
     """
     out = out if out is not None else sys.stdout
     if name == "quiet":
         return Guarded(Quiet(out))
+    if name == "auto" and (show := notebook_show()) is not None:
+        return Guarded(Notebook(show, out, title=title))
     wanted = name == "live" or (name == "auto" and not environ.get("CI"))
     if wanted and _can_draw(out, environ):
         return Guarded(Live(out, title=title))

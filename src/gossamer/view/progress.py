@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from gossamer.spec.records import End, Evaluation, Event, Length, Proof, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import Best, End, Evaluation, Event, Length, Proof, Record, Sample, Saved, Start, Step
 from gossamer.view.curve import Curve
 from gossamer.view.fraction import part_of
 from gossamer.view.recent_pace import RecentPace
@@ -42,7 +42,9 @@ class RunProgress:
     rejected: int = 0
     peak_bytes: int = 0
     losses: Curve = field(default_factory=Curve)  # nats
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)  # of the first validation set
+    other_sets: dict[str, Evaluation] = field(default_factory=dict)  # the last one of every other set
+    best: Best | None = None
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
     pace: RecentPace = field(default_factory=RecentPace)
 
@@ -53,7 +55,9 @@ class RunProgress:
         elif isinstance(record, Start):
             self._add_start(record)
         elif isinstance(record, Evaluation):
-            self.evaluations.append(record)
+            self._add_evaluation(record)
+        elif isinstance(record, Best):
+            self.best = record
         elif isinstance(record, Saved):
             self.saves = self.saves.after(record)
         elif isinstance(record, Length) and self.start is not None:
@@ -71,9 +75,18 @@ class RunProgress:
         self.start, self.end = start, None
         self.losses.forget_after(start.step)
         self.evaluations = [e for e in self.evaluations if e.step <= start.step]
+        self.other_sets = {name: e for name, e in self.other_sets.items() if e.step <= start.step}
+        if self.best is not None and self.best.step > start.step:
+            self.best = None
         if self.step is not None and self.step.step > start.step:
             self.step = None
         self.pace = RecentPace()
+
+    def _add_evaluation(self, record: Evaluation) -> None:
+        if not self.evaluations or self.evaluations[0].name == record.name:
+            self.evaluations.append(record)
+        else:
+            self.other_sets[record.name] = record
 
     def _add_step(self, step: Step) -> None:
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)

@@ -106,6 +106,7 @@ class _Last:
     evaluation: Evaluation | None = None
     length: Length | None = None
     end: End | None = None
+    has_evaluation: bool = False  # all of its validation sets
     bound: float = float("inf")
     is_complete: bool = False  # all lines of the run were looked at, or the start that they follow
 
@@ -116,8 +117,13 @@ class _Last:
             self.bound = min(self.bound, record.step)
         elif isinstance(record, Step) and self.step is None and record.committed and record.step <= self.bound:
             self.step = record
-        elif isinstance(record, Evaluation) and self.evaluation is None and record.step <= self.bound:
-            self.evaluation = record
+        elif isinstance(record, Evaluation) and record.step <= self.bound:
+            if (
+                self.evaluation is None or record.step == self.evaluation.step
+            ):  # of the first validation set, in the end
+                self.evaluation = record
+            else:
+                self.has_evaluation = True
         elif isinstance(record, Length) and self.length is None and self.start is None:
             self.length = record
         elif isinstance(record, End) and self.end is None and self.start is None:
@@ -127,7 +133,7 @@ class _Last:
         """Return whether a line of that kind could say something new: most lines are steps, and few are parsed."""
         return (
             (kind == b"step" and self.step is None)
-            or (kind == b"evaluation" and self.evaluation is None)
+            or (kind == b"evaluation" and not self.has_evaluation)
             or (kind in (b"length", b"end") and self.start is None)
             or kind == b"start"
         )

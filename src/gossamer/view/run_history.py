@@ -41,7 +41,8 @@ class RunHistory:
     notes: tuple[str, ...] = ()
     start: kinds.Start | None = None
     steps: tuple[kinds.Step, ...] = ()  # committed, ascending
-    evaluations: tuple[kinds.Evaluation, ...] = ()  # ascending
+    evaluations: tuple[kinds.Evaluation, ...] = ()  # of the first validation set, ascending
+    other_sets: Mapping[str, tuple[kinds.Evaluation, ...]] = field(default_factory=dict)  # those of the others, by name
     events: tuple[kinds.Event, ...] = field(default=())
 
     @staticmethod
@@ -128,7 +129,7 @@ def _sorted(found: list[kinds.Record]) -> dict[str, Any]:
     """Return the last start, the steps and evaluations that count after resumes, and all events."""
     start: kinds.Start | None = None
     steps: dict[int, kinds.Step] = {}
-    evaluations: dict[int, kinds.Evaluation] = {}
+    evaluations: dict[tuple[int, str], kinds.Evaluation] = {}  # by step and validation set
     events = []
     for record in found:
         if isinstance(record, kinds.Step):
@@ -137,15 +138,21 @@ def _sorted(found: list[kinds.Record]) -> dict[str, Any]:
         elif isinstance(record, kinds.Start):
             start = record
             steps = {number: one for number, one in steps.items() if number <= record.step}
-            evaluations = {number: one for number, one in evaluations.items() if number <= record.step}
+            evaluations = {at: one for at, one in evaluations.items() if at[0] <= record.step}
         elif isinstance(record, kinds.Evaluation):
-            evaluations[record.step] = record
+            evaluations[record.step, record.name] = record
         elif isinstance(record, kinds.Event):
             events.append(record)
+    sets: dict[str, list[kinds.Evaluation]] = {}
+    for one in evaluations.values():
+        sets.setdefault(one.name, []).append(one)
+    ordered = [(name, tuple(sorted(rows, key=lambda one: one.step))) for name, rows in sets.items()]
+    ordered.sort(key=lambda one: -one[1][-1].step)  # first those that the run has still, in its order
     return {
         "start": start,
         "steps": tuple(steps[number] for number in sorted(steps)),
-        "evaluations": tuple(evaluations[number] for number in sorted(evaluations)),
+        "evaluations": ordered[0][1] if ordered else (),
+        "other_sets": dict(ordered[1:]),
         "events": tuple(events),
     }
 

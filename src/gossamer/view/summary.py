@@ -9,7 +9,7 @@ from typing import Any
 
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
-from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
+from gossamer.spec.records import Best, End, Evaluation, Length, Record, Saved, Start, Step
 from gossamer.view.fraction import part_of
 from gossamer.view.run_directory import RunDirectory
 
@@ -34,7 +34,7 @@ def summary_of(run: RunDirectory, records: Iterable[Record], *, plan: Plan | Non
     forecast = plan.forecast if plan is not None and plan.forecast != Cost() else None
     measured = _measured(told, steps)
     rate = median(step.tokens / step.step_s for step in steps if step.step_s > 0) if measured.step_s > 0 else None
-    evaluation = told.evaluations[max(told.evaluations)] if told.evaluations else None
+    evaluation = next(iter(told.latest.values()), None)
     stepping_s = sum(step.step_s for step in steps)
     return {
         "run": run.name,
@@ -57,6 +57,13 @@ def summary_of(run: RunDirectory, records: Iterable[Record], *, plan: Plan | Non
         "validation_step": _field(evaluation, "step"),
         "validation_loss": _field(evaluation, "loss"),
         "validation_bits_per_byte": _field(evaluation, "bits_per_byte"),
+        "validation": {
+            name: {"step": one.step, "loss": one.loss, "bits_per_byte": one.bits_per_byte, **one.metrics}
+            for name, one in told.latest.items()
+        },
+        "best_step": _field(told.best, "step"),
+        "best_value": _field(told.best, "value"),
+        "best_of": None if told.best is None else f"{told.best.name} {told.best.figure}",
         "tokens_per_s": rate,
         "of_peak": _of_peak(start, rate),
         "exposed_share": part_of(sum(step.exposed_s for step in steps), stepping_s),
@@ -95,7 +102,8 @@ class _Told:
     end: End | None = None
     saved: Saved | None = None
     steps: dict[int, Step] = field(default_factory=dict)  # committed
-    evaluations: dict[int, Evaluation] = field(default_factory=dict)
+    evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)  # by step and validation set
+    best: Best | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
     rejected: int = 0
     peak_bytes: int = 0
@@ -116,7 +124,8 @@ class _Told:
             self.start, self.end = record, None
             self.since_start_s, self.starts = 0.0, self.starts + 1
             self.steps = {number: step for number, step in self.steps.items() if number <= record.step}
-            self.evaluations = {at: found for at, found in self.evaluations.items() if at <= record.step}
+            self.evaluations = {at: found for at, found in self.evaluations.items() if at[0] <= record.step}
+            self.best = self.best if self.best is not None and self.best.step <= record.step else None
         elif self.start is not None:
             passed_s = max(0.0, record.time_s - self._last_s)
             self.seconds += passed_s
@@ -125,13 +134,21 @@ class _Told:
         if isinstance(record, Step):
             self._add_step(record)
         elif isinstance(record, Evaluation):
-            self.evaluations[record.step] = record
+            self.evaluations[record.step, record.name] = record
+        elif isinstance(record, Best):
+            self.best = record
         elif isinstance(record, Length) and self.start is not None:
             self.start = replace(self.start, steps=record.steps)
         elif isinstance(record, Saved) and not record.error:
             self.saved = record
         elif isinstance(record, End):
             self.end = record
+
+    @property
+    def latest(self) -> dict[str, Evaluation]:
+        """Return the last evaluation of every validation set, in the order of the configuration."""
+        last = max((step for step, _ in self.evaluations), default=0)
+        return {name: one for (step, name), one in self.evaluations.items() if step == last}
 
     def _add_step(self, step: Step) -> None:
         self.peak_bytes = max(self.peak_bytes, step.peak_bytes)

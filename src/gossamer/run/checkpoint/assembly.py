@@ -11,10 +11,12 @@ from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.optimizer_state import OptimizerSlots
 from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
 from gossamer.run.checkpoint.progress import SavedProgress
+from gossamer.run.checkpoint.watch_state import SavedWatch
 from gossamer.run.checkpoint.weights import Weights
 from gossamer.run.goal import Progress
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.parts import Parts
+from gossamer.run.watch import Watch
 from gossamer.sharding import ShardedOptimizer
 from gossamer.sync import GradientReducer, OuterLoop
 
@@ -26,6 +28,7 @@ def contents_of(
     replica: GradientReducer,
     apart: OuterLoop,
     scaling: LossScale,
+    watch: Watch,
 ) -> CheckpointContents:
     """Return the components of one rank's trainer that keep state, in the order in which they are restored.
 
@@ -45,5 +48,6 @@ def contents_of(
         SavedLossScale(scaling, members),
         Generators(members),
         SavedExchanges(replica, members, residuals),
+        SavedWatch(watch),
     )
     return CheckpointContents(components, members, holders)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from gossamer.model.adapter import adapter_tensors
 from gossamer.model.quantized_linear import quantized_layers
+from gossamer.run.checkpoint.choice import LATEST, open_chosen
 from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.slices import row_slice
 from gossamer.run.checkpoint.stored import BY_RANK, holds_under, other_sharding
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
-from gossamer.store.checkpoint import latest_good, list_checkpoints
+from gossamer.store.checkpoint import list_checkpoints
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
 
@@ -92,24 +93,25 @@ class Weights(Stateful):
 
 
 @torch.no_grad()
-def read_model(module: nn.Module, directory: Path, base: str = "") -> int:
-    """Fill a module from the newest good checkpoint in `directory` and return its step.
+def read_model(module: nn.Module, directory: Path, base: str = "", checkpoint: str | int = LATEST) -> int:
+    """Fill a module from a checkpoint in `directory` and return its step.
 
     `base`: digest of the model that an adapter is on, "" without one; its frozen weights are in the module already.
+    `checkpoint`: "latest" (the newest good one), "best" or a step.
     Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
     """
     if not list_checkpoints(directory):
         raise BadInput(f"{directory} holds no checkpoint yet: let the run continue until its first one")
-    checkpoint, _ = latest_good(directory)
-    if any(name.startswith("states/model/") for name in checkpoint.names()):
+    found = open_chosen(directory, checkpoint)
+    if any(name.startswith("states/model/") for name in found.names()):
         raise CheckpointMismatch(
-            f"{checkpoint.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
+            f"{found.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
             "on the same hosts in a directory that all ranks share, or train with plan.sharding zero2 from the start"
         )
-    check_base(checkpoint.meta.get("base", ""), base, str(checkpoint.folder))
+    check_base(found.meta.get("base", ""), base, str(found.folder))
     for name, tensor in saved_state(module, base):
-        tensor.copy_(checkpoint.read(f"model/{name}"))
-    return int(checkpoint.meta["step"])
+        tensor.copy_(found.read(f"model/{name}"))
+    return int(found.meta["step"])
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

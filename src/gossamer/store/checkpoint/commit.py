@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -108,10 +108,13 @@ def commit(partial: Path, target: Path) -> None:
         discard(old)
 
 
-def prune(directory: Path, newest: int, keep: int) -> None:
-    """Remove all but the `keep` newest steps up to `newest`. Later steps belong to another history and stay."""
+def prune(directory: Path, newest: int, keep: int, pinned: Collection[int] = ()) -> None:
+    """Remove all but the `keep` newest steps up to `newest` and the `pinned` ones.
+
+    Later steps belong to another history and stay.
+    """
     steps = [step for step in list_checkpoints(directory) if step <= newest]
-    for step in steps[keep:]:
+    for step in (one for one in steps[keep:] if one not in pinned):
         folder = locate(directory, step)
         if folder is not None:
             discard(folder)

@@ -58,10 +58,11 @@ class SaveGroup:
 
 @dataclass(frozen=True, slots=True)
 class SaveAttempt:
-    """One attempt of the ranks in `crew` to save the checkpoint of `step`."""
+    """One attempt of the ranks in `crew` to save the checkpoint of `step`; those of the `pinned` steps stay."""
 
     crew: SaveGroup
     step: int
+    pinned: frozenset[int] = frozenset()
 
     def run(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
         """Write this rank's shard, read it back, publish its manifest, and wait for the commit; raises the error of a
@@ -142,7 +143,7 @@ class SaveAttempt:
             discard(self._partial)
             raise
         _check_shards(self._target, parts)  # the older ones go only when this one stands
-        prune(crew.directory, self.step, crew.keep)
+        prune(crew.directory, self.step, crew.keep, self.pinned)
         sweep(crew.directory, crew.token, below=self.step)
 
     def _all_there(self) -> bool:

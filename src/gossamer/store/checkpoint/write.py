@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.spec.errors import bad_input
-from gossamer.store.checkpoint.commit import prepare, sweep
+from gossamer.store.checkpoint.commit import prepare, prune, sweep
 from gossamer.store.checkpoint.manifest import check_json
 from gossamer.store.checkpoint.save_attempt import SaveAttempt, SaveGroup
 from gossamer.store.checkpoint.staging import Staging
@@ -91,12 +91,19 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, step: int, pieces: Sequence[NamedSlice], meta: Mapping[str, Any], *, patience_s: float | None = 1.0
+        self,
+        step: int,
+        pieces: Sequence[NamedSlice],
+        meta: Mapping[str, Any],
+        *,
+        patience_s: float | None = 1.0,
+        pinned: frozenset[int] = frozenset(),
     ) -> SaveStatus:
         """Copy `pieces` into staging and return; `poll` returns the result later. The tensors may be changed at once.
 
         While an earlier save is being written this waits up to `patience_s` seconds (None: until it is done), then
-        skips this save and notifies the other ranks. Raises BadInput for a `meta` that is not plain JSON.
+        skips this save and notifies the other ranks. Beside the newest checkpoints those of the `pinned` steps stay.
+        Raises BadInput for a `meta` that is not plain JSON.
         """
         check_json(dict(meta))
         self._last_step = step
@@ -108,10 +115,18 @@ class CheckpointWriter:
         copy_s = time.perf_counter() - began_s
         name = f"gossamer-checkpoint-{step}"
         self._thread = threading.Thread(
-            target=self._write, args=(step, copied, dict(meta), copy_s), name=name, daemon=True
+            target=self._write,
+            args=(SaveAttempt(self._crew, step, pinned), copied, dict(meta), copy_s),
+            name=name,
+            daemon=True,
         )
         self._thread.start()
         return SaveStatus.STARTED
+
+    def prune(self, pinned: frozenset[int]) -> None:
+        """Remove all but the newest checkpoints and those of the `pinned` steps, once nothing is being written."""
+        if self._crew.is_leader and self._last_step is not None and not self.is_busy:
+            prune(self._crew.directory, self._last_step, self._crew.keep, pinned)
 
     def wait(self, patience_s: float) -> bool:
         """Wait for the save in flight; return False where it is still being written after `patience_s` seconds."""
@@ -144,15 +159,15 @@ class CheckpointWriter:
         if not self.is_busy:
             self._leave_notes()
 
-    def _write(self, step: int, pieces: list[NamedSlice], meta: dict[str, Any], copy_s: float) -> None:
+    def _write(self, attempt: SaveAttempt, pieces: list[NamedSlice], meta: dict[str, Any], copy_s: float) -> None:
         began_s = time.perf_counter()
-        attempt, error_text = SaveAttempt(self._crew, step), ""
+        error_text = ""
         try:
             attempt.run(pieces, meta)
         except Exception as error:  # no caller above this thread: the result carries any error
             error_text = attempt.explain(error, pieces)
         size = sum(tensor.nbytes for _, tensor in pieces)
-        result = SaveResult(step, not error_text, error_text, size, copy_s, time.perf_counter() - began_s)
+        result = SaveResult(attempt.step, not error_text, error_text, size, copy_s, time.perf_counter() - began_s)
         with self._lock:
             self._results.append(result)
         self._leave_notes()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from gossamer.spec.records import End, Evaluation, Event, Proof, Record, Sample, Saved, Start, Step
+from gossamer.spec.records import Best, End, Evaluation, Event, Proof, Record, Sample, Saved, Start, Step
 from gossamer.spec.units import show_bytes, show_gib, show_seconds
 from gossamer.view.display import Display
 from gossamer.view.format import (
+    best_words,
     format_evaluation,
     format_event,
     format_sample,
     model_words,
     saved_words,
+    set_name,
     setting_words,
     show_count,
     show_share,
@@ -113,7 +115,9 @@ def lines_of(record: Record) -> list[tuple[str, str]]:
         return [(verb, f"{model_words(record)}{again}"), ("", f"{setting_words(record)}, {tokens}{unit}")]
     if isinstance(record, Evaluation):
         note = f"step {record.step}, {record.sequences} sequences in {show_seconds(record.seconds)}"
-        return [("validation", f"{format_evaluation(record)} ({note})")]
+        return [("validation", f"{set_name(record)} {format_evaluation(record)} ({note})".strip())]
+    if isinstance(record, Best):
+        return [("best", best_words(record))]
     if isinstance(record, Saved):
         return [("checkpoint", saved_words(record) if record.error else f"{saved_words(record)}: {record.path}")]
     if isinstance(record, Sample):

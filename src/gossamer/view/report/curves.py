@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from gossamer.spec.records import Step
+from gossamer.spec.records import Evaluation, Step
 from gossamer.spec.units import show_bytes, show_gib, show_seconds
 from gossamer.view.format import show_count, show_share
 from gossamer.view.report.blocks import Block, Facts, Folded, Paragraph
@@ -12,6 +12,7 @@ from gossamer.view.report.chart import Chart, Curve
 from gossamer.view.report.thinning import Points
 from gossamer.view.run_history import RunHistory
 
+_SETS = 5  # drawn, at most
 _LINKS = 6  # drawn, at most: those that carry most
 
 
@@ -19,19 +20,31 @@ def loss(run: RunHistory) -> list[Block]:
     """Return the losses of training and validation, the bits per byte, and the learning rate behind them."""
     unit = (run.start.loss_unit if run.start else "") or "as the model's own loss gives it"
     training = _over_steps(run, "training", lambda step: step.loss, is_noisy=True)
-    steps = [one.step for one in run.evaluations]
-    validation = Curve.of("validation", Points.of(steps, [one.loss for one in run.evaluations]))
+    validation = [
+        Curve.of(name, Points.of([one.step for one in found], [one.loss for one in found]))
+        for name, found in _sets(run).items()
+    ]
     dropped = len(run.steps) - len(training.points)
     remark = f"Losses that are not finite, and not drawn: {dropped}." if dropped else ""
-    found: list[Block] = _chart("Loss", unit, [training, validation], _four, remark=remark)
-    known = [one for one in run.evaluations if one.bits_per_byte is not None]
-    bits = Curve.of("validation", Points.of([one.step for one in known], [one.bits_per_byte or 0.0 for one in known]))
-    found += _chart("Validation", "bits per byte", [bits], _four) if len(known) > 1 else []
+    found: list[Block] = _chart("Loss", unit, [training, *validation], _four, remark=remark)
+    bits = [_bits(name, found) for name, found in _sets(run).items()]
+    found += _chart("Validation", "bits per byte", [one for one in bits if len(one.points) > 1], _four)
     more = _chart("Learning rate", "", [_over_steps(run, "learning rate", lambda step: step.lr)], _three)
     more += _chart(
         "Gradient norm", "", [_over_steps(run, "gradient norm", lambda s: s.grad_norm, is_noisy=True)], _three
     )
     return [*found, Folded("Learning rate and gradient norm", more)] if more else found
+
+
+def _sets(run: RunHistory) -> dict[str, Sequence[Evaluation]]:
+    """Return the evaluations of every validation set that a chart has a color for, by name."""
+    first = run.evaluations[0].name if run.other_sets else "validation"
+    return dict(list({first: run.evaluations, **run.other_sets}.items())[:_SETS])
+
+
+def _bits(name: str, evaluations: Sequence[Evaluation]) -> Curve:
+    known = [(one.step, one.bits_per_byte) for one in evaluations if one.bits_per_byte is not None]
+    return Curve.of(name, Points.of([step for step, _ in known], [bits for _, bits in known]))
 
 
 def speed(run: RunHistory) -> list[Block]:

@@ -11,6 +11,7 @@ from typing import Any
 from gossamer.spec.errors import bad_input
 from gossamer.spec.extras import install
 from gossamer.spec.records import Evaluation, Record, Step
+from gossamer.spec.validation_sets import HELD_OUT
 from gossamer.view.fraction import part_of
 
 
@@ -50,7 +51,9 @@ def scalars(record: Record) -> tuple[int, dict[str, float]]:
         return record.step, _finite(values)
     if isinstance(record, Evaluation):
         bits = record.bits_per_byte if record.bits_per_byte is not None else math.nan
-        return record.step, _finite({"validation/loss": record.loss, "validation/bits_per_byte": bits})
+        group = "validation" if record.name == HELD_OUT else f"validation/{record.name}"
+        values = {"loss": record.loss, "bits_per_byte": bits, **record.metrics}
+        return record.step, _finite({f"{group}/{name}": value for name, value in values.items()})
     return 0, {}
 
 

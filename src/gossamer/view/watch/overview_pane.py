@@ -86,7 +86,12 @@ def _figures(run: WatchedRun, canvas: Canvas) -> list[Text]:
         row("loss", f"{pace.loss:.4f}", unit, f"bold {canvas.color(ACCENT)}".strip())
     if progress.evaluations:
         last = progress.evaluations[-1]
-        row("validation", format_evaluation(last), f"at {last.step:,}", f"bold {canvas.color(SECOND)}".strip())
+        label = last.name[:LABEL] if progress.other_sets else "validation"
+        row(label, format_evaluation(last), f"at {last.step:,}", f"bold {canvas.color(SECOND)}".strip())
+    for name, one in progress.other_sets.items():
+        row(name[:LABEL], format_evaluation(one), f"at {one.step:,}")
+    if (best := progress.best) is not None:
+        row("best", f"{best.value:.4f}", f"{best.name} {best.figure} at {best.step:,}")
     if pace.tokens_per_s is not None and pace.step_s is not None:
         row("tokens/s", show_count(pace.tokens_per_s), f"{show_seconds(pace.step_s)} a step")
     if (share := progress.of_peak) is not None:
