@@ -138,3 +138,10 @@ def test_the_command_in_a_manifest_is_one(kind: str, file: str, here: Path) -> N
     ]
     words = ["0" if word == "$JOB_COMPLETION_INDEX" else word for word in words]
     make_app().parse_args(["train", *words], exit_on_error=False, print_error=False)
+
+
+def test_the_manifest_has_the_schema_of_kubernetes(here: Path) -> None:
+    checker = pytest.importorskip("kubernetes_validate")
+    main(["init", "kubernetes"])
+    for one in yaml.safe_load_all((here / "job.yaml").read_text()):
+        checker.validate(one, checker.latest_version(), strict=True)

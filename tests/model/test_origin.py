@@ -222,3 +222,11 @@ def test_transformers_is_imported_only_when_needed() -> None:
     code += "o.origin_of(ModelSection(hf='llama')); o.origin_of(ModelSection(factory='a:b'))\n"
     code += "sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_digest_of_a_base_is_the_same_before_and_after_it_is_built() -> None:
+    section = ModelSection(hf="llama", config=CONFIGS["llama"], adapter="lora")
+    origin = origin_of(section)
+    before = origin.base_digest(0)
+    origin.build(0)
+    assert origin.base_digest(0) == before == origin_of(section).base_digest(0) != origin.base_digest(1)

@@ -83,6 +83,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     ),
     "config": ("config:app", "Show, check, upgrade or describe configuration files.", ""),
     "doctor": ("doctor:doctor", "Check this machine: what works, what is missing, how to install it.", ""),
+    "completion": (
+        "completion:completion",
+        "Print the script with which bash, zsh, fish or powershell completes commands and options.",
+        "completion bash",
+    ),
     "lab": ("lab:app", "Real hosts and shaped links on this machine (Linux, root).", ""),
 }
 EPILOGUE = (

@@ -42,7 +42,7 @@ from gossamer.spec.records import Evaluation, Start
 from gossamer.view.run_directory import RunDirectory, open_run
 
 SEQUENCE = 1024  # tokens that a model without a run sees at once, at most
-_BATCH_TOKENS = 4096  # about so many are computed together
+_BATCH_TOKENS = 2048  # so many are computed together: logits over 50,000 tokens take 0.4 GB
 
 Progress = Callable[[str, int, int], None]  # name of the text, sequences done, sequences in all
 

@@ -37,11 +37,11 @@ class TrialRunner:
     def run(self, trials: Sequence[Trial], ended: Callable[[Trial, TrialResult], None]) -> None:
         """Run the trials in order, and pass each result to `ended`; a failed trial stops no other.
 
-        Raises Interrupted after SIGINT or SIGTERM, once every running trial has saved a checkpoint and ended.
+        Raises Interrupted after SIGINT, SIGTERM or SIGHUP, once every running trial has saved a checkpoint and ended.
         """
         waiting, running = list(trials), dict[Trial, subprocess.Popen[bytes]]()
         try:
-            with _as_interrupt(signal.SIGTERM):
+            with _as_interrupt(signal.SIGTERM, signal.SIGHUP):
                 while waiting or running:
                     while waiting and len(running) < self.jobs:
                         trial = waiting.pop(0)
@@ -128,8 +128,8 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _as_interrupt(number: signal.Signals) -> Iterator[None]:
-    """Turn a signal into KeyboardInterrupt while entered, in the main thread."""
+def _as_interrupt(*numbers: signal.Signals) -> Iterator[None]:
+    """Turn signals into KeyboardInterrupt while entered, in the main thread; ignored ones (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -137,8 +137,10 @@ def _as_interrupt(number: signal.Signals) -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(number, interrupt)
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
