@@ -128,11 +128,9 @@ def test_no_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_preempted_node_is_reported_by_the_supervisor_of_the_other(site: Site, cluster: Any) -> None:
+def test_a_preempted_node_is_named(site: Site, cluster: Any) -> None:
     process = site.start("train.steps=100000")
     worker, *_ = cluster.worker_nodes
     out, err = site.when_step(5, process, lambda: cluster.remove_node(worker, allow_graceful=False))
-    cluster.add_node(object_store_memory=80 << 20, num_cpus=1)
     assert process.returncode == 3, out + err
     assert "its actor was lost or preempted" in out + err
-    assert "host lost" in out + err or "the supervisor on host" in out + err

@@ -20,7 +20,6 @@ from gossamer.launch.local import to_stderr
 from gossamer.launch.ray_host import RayHost, RayPlace
 from gossamer.launch.remote_command import node_arguments
 from gossamer.launch.remote_hosts import RemoteHost, see_through
-from gossamer.process import FAILED
 from gossamer.process.json_lines import read_line
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
@@ -29,6 +28,8 @@ _RESERVE_S = 30.0  # for the placement group, whose resources others may hold
 _BEGIN_S = 60.0  # for the actors' processes
 _TURN_S = 0.2
 _TAIL_BYTES = 2000
+_WHY = 400  # characters of what Ray says about a lost actor, which may include logs of its own
+_LOST = 255  # no exit code of ours: then the other hosts' end does not speak for this one
 _PLACE: TypeAdapter[RayPlace] = TypeAdapter(RayPlace)
 
 
@@ -192,7 +193,7 @@ class _RayRemote(RemoteHost):
             code, wrote = self._ray.get(self._pending)
         except self._ray.exceptions.RayError as error:  # the actor or its node is gone
             why = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-            self._lost, self._code = f"its actor was lost or preempted: {why[:_TAIL_BYTES]}", FAILED
+            self._lost, self._code = f"its actor was lost or preempted: {why[:_WHY]}", _LOST
             return self._code
         self._pending = None
         self._write(wrote)
