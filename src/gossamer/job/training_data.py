@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.data import Corpus, open_corpus
+from gossamer.data import Corpus, Sequences, open_corpus
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.rank_inputs import DataDescription
+from gossamer.recipe import Recipe
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.run.reference import ReferencedBatches
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import told
 from gossamer.spec.user_function import check_arguments, complaint, function_named
 
 _KEY = "data.factory"
@@ -43,17 +46,47 @@ class TrainingData:
 def training_data(config: RunConfig) -> TrainingData:
     """Return the data that a configuration names. Raises BadInput."""
     if config.data.factory is not None:
-        return of_factory(config.data.factory, config.data.config)
-    return of_corpus(corpus_of(config.data), text=str(config.data.source))
+        made = of_factory(config.data.factory, config.data.config)
+        check_loss(made, config)
+        return made
+    found = of_corpus(corpus_of(config.data), text=str(config.data.source))
+    check_loss(found, config)
+    return found
+
+
+def check_loss(data: TrainingData, config: RunConfig) -> None:
+    """Raise BadInput for preference pairs without a loss that compares them, and for such a loss without pairs."""
+    wanted = Recipe.loss_of(config).together
+    if data.train.together == wanted:
+        return
+    loss = told(config.train.loss)
+    if wanted == 1:
+        raise bad_input(
+            wanted="a loss that compares two answers, for preference pairs",
+            got=f"train.loss {loss}",
+            do="set train.loss to dpo, or {dpo: {beta: 0.1}}",
+            key="train.loss",
+        )
+    raise bad_input(
+        wanted=f"preference pairs (data.source pairs:GLOB), which the loss {loss} compares",
+        got=f"data of another kind, {data.description.text}",
+        do="name files of pairs, or another loss",
+        key="data.source",
+    )
 
 
 def of_corpus(corpus: Corpus, *, text: str) -> TrainingData:
     """Return the data of a corpus, which is called `text`."""
-    validation = TextBatches(corpus.validation) if len(corpus.validation) else None
+    train, held_out = _batches(corpus.train), _batches(corpus.validation) if len(corpus.validation) else None
     described = DataDescription(
         fingerprint=corpus.fingerprint, text=text, remark=corpus.remark, vocabulary=corpus.tokenizer.vocabulary
     )
-    return TrainingData(TextBatches(corpus.train), validation, described, corpus)
+    return TrainingData(train, held_out, described, corpus)
+
+
+def _batches(side: Sequences) -> Batches:
+    """Return the batches of one side; those of preference pairs have room for a reference."""
+    return TextBatches(side) if side.together == 1 else ReferencedBatches(TextBatches(side))
 
 
 def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") -> TrainingData:

@@ -86,8 +86,10 @@ class Evaluator:
     def _slices(self, chosen: np.ndarray[Any, Any], replica: int) -> Iterator[np.ndarray[Any, Any]]:
         """Return the sequences that a replica evaluates, of those chosen, in slices as long as its micro-batches."""
         plan = self.feed.plan
-        mine = chosen[np.asarray(part(len(chosen), replica, plan.mesh.replica), dtype=np.int64)]
-        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
+        assert self.validation is not None
+        side_by_side = chosen.reshape(-1, self.validation.together)
+        mine = side_by_side[np.asarray(part(len(side_by_side), replica, plan.mesh.replica), dtype=np.int64)].reshape(-1)
+        largest = max(side_by_side.shape[1], plan.rows[replica] // plan.microbatches[replica])
         return (mine[rows] for rows in row_slices(len(mine), largest))
 
     def _evaluated(
