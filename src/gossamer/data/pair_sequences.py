@@ -73,7 +73,7 @@ class PairOrder:
     def __call__(self, indices: int | Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sequence indices of global indices, in their shape (an int gives shape ()); int64."""
         index = np.asarray(indices if isinstance(indices, (int, np.ndarray)) else list(indices), np.int64)
-        return self.pairs(index // 2) * 2 + index % 2
+        return self.pairs(np.asarray(index // 2)) * 2 + index % 2
 
 
 def pairs_of(stream: Stream, *, sequence: int, fingerprint: str) -> PairSequences:
