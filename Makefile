@@ -28,6 +28,7 @@ nightly: $(VENV)/.dev          # the claims that take long, and the figures of d
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/encode.py
 	$(BIN)/python benchmarks/first_step.py
+	$(BIN)/python benchmarks/view.py
 	$(BIN)/python benchmarks/lab_dense.py
 	$(BIN)/python benchmarks/auto.py --lab --turns 3
 	$(BIN)/python benchmarks/states.py

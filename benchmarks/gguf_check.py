@@ -107,7 +107,7 @@ def smollm2(folder: Path) -> dict[str, Any]:
 def of_run(folder: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:
     """Train, export twice, and compare the files in llama.cpp with the run's own model."""
     import gossamer
-    from gossamer.job.worker import corpus_of
+    from gossamer.job.training_data import corpus_of
 
     config["run"] = {"directory": str(folder / "runs"), "name": name, "display": "plain"}
     config["machines"] = {"timeout_s": 900}

@@ -21,7 +21,7 @@ import yaml
 
 from gossamer.api.demo import CONFIG
 from gossamer.data import statistics
-from gossamer.job.worker import corpus_of
+from gossamer.job.training_data import corpus_of
 from gossamer.spec.config import RunConfig
 from result import publish
 

@@ -67,7 +67,7 @@ def made(folder: Path, method: str) -> tuple[Any, str]:
 
 def batches(folder: Path) -> Any:
     """Return a function of the step that returns its rows, those that a run of ours on one host sees."""
-    from gossamer.job.worker import corpus_of
+    from gossamer.job.training_data import corpus_of
     from gossamer.run.batches import Feed, TextBatches
     from gossamer.spec.config import DataSection
     from gossamer.spec.plan import Plan

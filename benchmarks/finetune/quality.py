@@ -55,7 +55,7 @@ def trained(folder: Path, method: str, seed: int, steps: int, sequences: int) ->
 @torch.no_grad()
 def bits_per_byte(module: nn.Module, folder: Path, sequences: int) -> float:
     """Return the bits per byte of the held-out answers in the first `sequences` validation sequences."""
-    from gossamer.job.worker import corpus_of
+    from gossamer.job.training_data import corpus_of
     from gossamer.spec.config import DataSection
 
     held_out = corpus_of(DataSection.model_validate(setting.data_section(folder))).validation

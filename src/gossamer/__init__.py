@@ -6,6 +6,7 @@
     gossamer.resume(run_dir, {"train.steps": 2000})
     gossamer.sample(run_dir, "The ")             # text of a trained model
     gossamer.chat(run_dir).ask("Hello")          # a dialogue with a model trained on chats
+    gossamer.evaluate(run_dir, ["a.txt"])        # loss, perplexity, bits per byte
     gossamer.export(run_dir, "my-model")         # a folder that transformers loads
     gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
@@ -20,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api.verbs import chat, export, load, resume, sample, train
+    from gossamer.api.verbs import chat, evaluate, export, load, resume, sample, train
     from gossamer.own_loop import wrap
     from gossamer.own_loop.process_group import rank, ranks
     from gossamer.spec.config import RunConfig
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_VERBS = ("chat", "export", "load", "resume", "sample", "train")
+_VERBS = ("chat", "evaluate", "export", "load", "resume", "sample", "train")
 __all__ = [
     "Plan",
     "RunConfig",
     "__version__",
     "chat",
+    "evaluate",
     "export",
     "load",
     "plan",

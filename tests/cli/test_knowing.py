@@ -64,7 +64,7 @@ def test_config_show_prints_a_configuration_that_loads(tmp_path: Path, capsys: p
     assert main(["config", "show", str(tmp_path / "shown.yaml"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     lines = (tmp_path / "shown.yaml").read_text().splitlines()
-    place = 1 + lines.index("  batch: 8")
+    place = next(number for number, line in enumerate(lines, 1) if line.startswith("  batch: 8"))
     assert data["config"]["train"]["batch"] == 8 and data["origin"]["train.batch"].endswith(f"shown.yaml:{place}")
 
 

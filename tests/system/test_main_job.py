@@ -45,6 +45,21 @@ def test_metered_bytes_are_the_forecast(trained: Trained) -> None:
     assert all(step["wire_bytes"] == forecast for step in records(trained.run, "step"))
 
 
+def test_a_run_is_listed_compared_and_reported_by_a_part_of_its_name(trained: Trained, place: Place) -> None:
+    copy, other = (trained.copy(place.folder / "runs" / name) for name in ("20261125-copy", "20261125-other"))
+    (start,) = records(copy, "start")
+    (manifest,) = (copy / "checkpoints").glob("step-00000006/manifest.json")
+    assert start["data_fingerprint"] == json.loads(manifest.read_text())["body"]["parts"][0]["meta"]["data"]
+    assert start["machine"]["host"] == socket.gethostname() and start["machine"]["device"] == "cpu"
+    assert [run["outcome"] for run in place.good("runs", "--json").last()["runs"]] == ["done", "done"]
+    said = place.good("compare", "other", "runs/20261125-copy", "--json").last()
+    assert said["is_same_data"] is True and said["warnings"] == said["differences"] == [] and said["at"] == 6
+    told = place.good("report", "copy", "--json").last()
+    assert Path(place.folder, told["html"]) == copy / "report.html" and Path(place.folder, told["markdown"]).is_file()
+    assert place.good("sample", "other", "a", "--json").last()["prompt"] == "a"
+    assert other.is_dir()
+
+
 def test_resume_with_more_steps_goes_on_at_the_next_sample(trained: Trained, place: Place) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
     said = trained.place.good("resume", run, "train.steps=8", "--json").last()

@@ -25,6 +25,7 @@ from gossamer.launch import (
     launch_here,
     launch_hosts,
     launch_met,
+    launch_ray,
 )
 from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.signals import nothing_to_stop
@@ -99,6 +100,17 @@ class Launcher:
 
     def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
         """Start the same command on every host over ssh, with the plan of a file where one is given."""
+        self._elsewhere(plan, lambda argv, files, folder: launch_hosts(hosts, argv, files=files, folder=folder))
+
+    def on_ray(self, nodes: int, plan: Path | None = None) -> None:
+        """Start the same command on so many nodes of a Ray cluster, with the plan of a file where one is given."""
+        processes = self.config.machines.processes
+        self._elsewhere(
+            plan, lambda argv, files, folder: launch_ray(nodes, processes, argv, files=files, folder=folder)
+        )
+
+    def _elsewhere(self, plan: Path | None, start: Callable[[list[str], dict[str, str], str], int]) -> None:
+        """Call `start` with the command of every host, the command's files and its folder; raise what ended the run."""
         config = self.config.model_dump(mode="json")
         config["machines"]["hosts"] = []
         config["run"]["name"] = self.directory.name
@@ -108,7 +120,7 @@ class Launcher:
             arguments += ["--plan", "{files}/plan.yaml"]
             files["plan.yaml"] = plan.read_text("utf-8")
         try:
-            code = launch_hosts(hosts, arguments, files=files, folder=str(self.folder or Path.cwd()))
+            code = start(arguments, files, str(self.folder or Path.cwd()))
         finally:
             _drop_empty(self.directory.path)  # where this machine is none of them
         text = f"a host ended with exit code {code}; its message is printed above" if code else ""

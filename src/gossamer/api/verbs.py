@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,15 +43,16 @@ def train_command(
     plan: Path | None = None,
     hosts: list[str] | None = None,
     node: Node | None = None,
+    ray_nodes: int = 0,
     resume: str | None = None,
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Run `gossamer train`: make the run's folder, start its processes, display their records, return the summary.
 
-    `resume="auto"` resumes the newest run of the same configuration, if there is one. Raises BadInput, RunFailed,
-    Interrupted.
+    `ray_nodes`: so many nodes of a Ray cluster are its hosts; 0: Ray is not asked. `resume="auto"` resumes the newest
+    run of the same configuration, if there is one. Raises BadInput, RunFailed, Interrupted.
     """
-    resolved = _planned(resolved, plan, hosts, node)
+    resolved = _planned(resolved, plan, node.nodes if node is not None else ray_nodes or len(hosts or ()))
     if dry_run:
         from gossamer.job import dry_run as dry
 
@@ -69,11 +70,11 @@ def train_command(
     if node is not None:
         with rollback_failed_start(directory):
             return summarize(launch.met(node, prepare))
-    if names:
+    if names or ray_nodes:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
         with rollback_failed_start(directory):
-            launch.over_ssh(names, plan)
+            launch.on_ray(ray_nodes, plan) if ray_nodes else launch.over_ssh(names, plan)
         return summarize(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
         if not _is_first():
@@ -89,10 +90,10 @@ def train_command(
     return summarize(directory)
 
 
-def _planned(resolved: Resolved, plan: Path | None, hosts: list[str] | None, node: Node | None) -> Resolved:
+def _planned(resolved: Resolved, plan: Path | None, hosts: int) -> Resolved:
     """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
     config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
-    machines = node.nodes if node is not None else max(1, len(hosts or config.machines.hosts))
+    machines = hosts or max(1, len(config.machines.hosts))
     ranks = read_environment().ranks if launched else config.machines.processes * machines
     if plan is not None:
         resolved = with_plan(resolved, plan, ranks=ranks)
@@ -133,7 +134,7 @@ def resume_command(run_dir: Path, overrides: list[str] | None = None) -> dict[st
     folder = folder_of(directory)
     with ExitStack() as lock:
         lock.enter_context(held(directory.path))
-        resolved = reload(run_dir, overrides or [])
+        resolved = reload(directory.path, overrides or [])  # "latest" may be another one by now
         if folder != Path.cwd():
             resolved = anchored(resolved, Path.cwd())
             _log.warning("relative paths in this run's settings refer to %s, the folder it was started in", folder)
@@ -409,6 +410,29 @@ def export(
         made = export_gguf(found.module, found.origin, found.tokenizer, target, kind=type or "f16")
         return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
+
+
+def evaluate(
+    model: str | Path,
+    files: Iterable[str | Path] = (),
+    *,
+    sequence: int | None = None,
+    sequences: int | None = None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Return loss (nats/token), perplexity and bits per byte of a model on text or chat files (`gossamer eval`).
+
+    model:     a run directory (its newest good checkpoint), a Hugging Face folder or a GGUF file.
+    files:     files or patterns; none: the run's own validation text, as training evaluates it.
+    sequence:  tokens that the model sees at once; None: as in training, of other models 1024 at most.
+    sequences: at most so many of every text; None: all.
+    progress:  called with the text's name, the sequences done, and all of them.
+    Of chat files the answers alone count. Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.text_evaluation import evaluate_model
+
+    named = [str(file) for file in files]
+    return evaluate_model(Path(model), named, sequence=sequence, sequences=sequences, progress=progress)
 
 
 def demo_command(*, seconds: float | None = None) -> dict[str, Any]:

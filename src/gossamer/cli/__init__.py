@@ -16,6 +16,11 @@ if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the impor
 
 COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
     "demo": ("train:demo", "Train a small model on text this machine has, sample it, and say what to try next.", ""),
+    "init": (
+        "init:init",
+        "Write a run.yaml or a program to start from into the current folder, or list what there is.",
+        "init pretrain",
+    ),
     "train": (
         "train:train",
         "Train the model that a run.yaml describes, on the machines it names.",
@@ -25,6 +30,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "train:resume",
         "Resume a run from its newest valid checkpoint.",
         "resume runs/NAME train.steps=2000",
+    ),
+    "watch": (
+        "watch:watch",
+        "Watch a run in the terminal, while it goes on or after its end; reads its folder alone.",
+        "watch runs/NAME",
     ),
     "sample": (
         "sample_export:sample",
@@ -40,6 +50,31 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "sample_export:export",
         "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
+    ),
+    "runs": (
+        "look_at_runs:runs",
+        "List runs, the newest first: outcome, steps, result, model, data.",
+        "runs --outcome done --since 7d",
+    ),
+    "compare": (
+        "look_at_runs:compare",
+        "Compare runs: what differs, figures at the last common step, loss curves on one axis.",
+        "compare latest runs/NAME",
+    ),
+    "report": (
+        "look_at_runs:report",
+        "Write the report of a run: one HTML file that needs no network, and the same as Markdown.",
+        "report latest --out report.html",
+    ),
+    "eval": (
+        "evaluate:evaluate",
+        "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
+        "eval runs/NAME notes.txt",
+    ),
+    "sweep": (
+        "sweep:sweep",
+        "Train a configuration with several values of its keys, and compare the results.",
+        "sweep run.yaml train.optimizer.adamw.lr=1e-4,3e-4 --seeds 3",
     ),
     "methods": (
         "methods:methods",

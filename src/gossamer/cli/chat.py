@@ -26,7 +26,7 @@ COMMANDS = {  # what a line may begin with, and what it does
     "/reset": "forget the dialogue, but not the system message",
     "/system TEXT": "set the system message; without TEXT: remove it",
     "/undo": "forget the last message and its answer",
-    "/save FILE": "append the dialogue to a file of JSON lines, which `data.source: {chat: FILE}` reads",
+    "/save FILE": "append the dialogue to a file of JSON lines, which `data.source: chat:FILE` reads",
     "/help": "show this list",
     "/quit": "end, as Ctrl-D does",
 }
@@ -209,10 +209,7 @@ class _Terminal:
             write_note(f"appended to {rest}")
         else:
             known = [each.partition(" ")[0] for each in COMMANDS]
-            do = (
-                "give a file: /save FILE"
-                if name == "/save"
-                else f"{nearest(name, known)}; a message that begins so: /{line}"
-            )
+            do = f"{nearest(name, known)} A message that begins so is written /{line}"
+            do = "give a file: /save FILE" if name == "/save" else do
             raise bad_input(wanted="a command such as /help", got=repr(line), do=do, key="chat")
         return True

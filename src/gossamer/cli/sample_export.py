@@ -27,7 +27,7 @@ def sample(
     Parameters
     ----------
     run_dir
-        The folder that `gossamer train` named.
+        The run: its folder, a unique part of its name in runs/, or "latest".
     prompt
         The text to continue.
     max_new_tokens
@@ -74,7 +74,7 @@ def export(
     Parameters
     ----------
     run_dir
-        The folder that `gossamer train` named.
+        The run: its folder, a unique part of its name in runs/, or "latest".
     target
         A folder (hf) or file (gguf) that does not exist yet.
     to

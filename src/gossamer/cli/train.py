@@ -39,6 +39,7 @@ def train(
     *override: str,
     plan: Path | None = None,
     hosts: str = "",
+    on: Literal["ray"] | None = None,
     node_rank: int | None = None,
     nnodes: int | None = None,
     rdzv_endpoint: str | None = None,
@@ -58,10 +59,12 @@ def train(
         Run this plan.yaml instead of planning.
     hosts
         Names that ssh knows, separated by commas: start on each of them.
+    on
+        ray: start on --nnodes nodes of a Ray cluster, that of RAY_ADDRESS or the one this machine belongs to.
     node_rank
         Rank of this node, 0 to nnodes - 1, when you start the command on every node yourself.
     nnodes
-        Number of nodes, with --node-rank.
+        Number of nodes, with --node-rank or --on ray.
     rdzv_endpoint
         HOST:PORT on which node 0 listens, with --node-rank and --nnodes; the same on every node.
     resume
@@ -70,13 +73,16 @@ def train(
         Print which rank would run what, and whether it fits into memory; train no step.
     """
     names = _host_names(hosts)
-    node = _node(names, node_rank, nnodes, rdzv_endpoint)
+    ray_nodes = _ray_nodes(on, names, nnodes)
+    node = None if ray_nodes and node_rank is None else _node(names, node_rank, nnodes, rdzv_endpoint)
     if plan is not None and not plan.is_file():
         raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name a plan file", key="--plan")
     resolved = load(run, override)
     check_names(resolved)
     try:
-        data = verbs.train_command(resolved, plan=plan, hosts=names, node=node, resume=resume, dry_run=dry_run)
+        data = verbs.train_command(
+            resolved, plan=plan, hosts=names, node=node, ray_nodes=ray_nodes, resume=resume, dry_run=dry_run
+        )
     except BadInput as error:
         raise _in_file(located(error, resolved.origin), run, resolved) from error
     return CommandResult(
@@ -101,7 +107,7 @@ def resume(run_dir: Path, /, *override: str, json: Json = False) -> CommandResul
     Parameters
     ----------
     run_dir
-        The folder that `gossamer train` named.
+        The run: its folder, a unique part of its name in runs/, or "latest".
     override
         key=value, wins over what the run began with.
     """
@@ -144,6 +150,18 @@ def _host_names(text: str) -> list[str]:
             wanted="names of different hosts such as a,b", got=repr(text), do="name each host once", key="--hosts"
         )
     return names
+
+
+def _ray_nodes(on: str | None, hosts: list[str], nodes: int | None) -> int:
+    """Return the number of nodes of a Ray cluster to start on; 0 for a run that is not."""
+    if on is None:
+        return 0
+    if hosts:
+        raise BadInput("--on ray takes its nodes from the cluster, --hosts names hosts for ssh: give one of them")
+    if nodes is None or nodes < 1:
+        got = "none" if nodes is None else f"{nodes}"
+        raise bad_input(wanted="the number of nodes", got=got, do="add --nnodes 2, say", key="--nnodes")
+    return nodes
 
 
 def _node(hosts: list[str], rank: int | None, nodes: int | None, endpoint: str | None) -> Node | None:

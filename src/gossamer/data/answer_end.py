@@ -45,11 +45,12 @@ def _closing(template: ChatTemplate) -> str:
         {"role": "user", "content": _ASKED},
     ]
     try:
-        alone = template.render(dialogue[:2], add_generation_prompt=False)
-        followed = template.render(dialogue, add_generation_prompt=True)
+        alone = template.render(dialogue[:2], add_generation_prompt=False).rpartition(_ANSWERED)
+        followed = template.render(dialogue, add_generation_prompt=True).rpartition(_ANSWERED)
     except BadInput:  # a template for one turn only
         return ""
-    closing = alone.rpartition(_ANSWERED)[2].rstrip() if _ANSWERED in alone else ""
-    if closing or _ANSWERED not in followed:
-        return closing
-    return followed.rpartition(_ANSWERED)[2].partition(_ASKED)[0].rstrip()
+    if not (alone[1] and followed[1]):  # it rewrites answers
+        return ""
+    between = followed[2].partition(_ASKED)[0]
+    shared = next((n for n, (a, b) in enumerate(zip(alone[2], between, strict=False)) if a != b), None)
+    return alone[2][:shared].rstrip() or between.rstrip()  # some templates begin the next turn always

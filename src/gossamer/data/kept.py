@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gossamer.data.cache import read_json
 from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.data.tokenizer._bytes import Bytes
@@ -29,6 +30,15 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         "sha256": {name: hashlib.sha256(text).hexdigest() for name, text in files.items()},
     }
     return {**files, _IDENTITY: (json.dumps(identity, indent=1) + "\n").encode("ascii")}
+
+
+def fingerprint_in(folder: Path) -> str | None:
+    """Return the fingerprint of the tokenizer whose files were kept in `folder`; None where that cannot be read.
+
+    The tokenizer that is read back may have another one: its files are written anew.
+    """
+    known = read_json(folder / _IDENTITY)
+    return None if known is None else str(known.get("fingerprint"))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

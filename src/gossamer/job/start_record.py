@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from gossamer.model.model_profile import (
 )
 from gossamer.recipe import PlanMethods
 from gossamer.run.batches import moved
+from gossamer.run.resources import cores
 from gossamer.run.trainer import Trainer
 from gossamer.spec import records
 from gossamer.spec.method_config import told
@@ -46,6 +49,7 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
     peak = measure_peak_flop_per_s(trainer.attempts.stages.engine.precision.compute, job.parts.device)
     facts = facts_of(job.parts.outline)
     tokens = next(iter(one.values())).numel()
+    ranks = trainer.replica.gather((peak, float(job.where.host)))
     return records.Start(
         ranks=job.where.ranks,
         step=trainer.progress.step,
@@ -56,13 +60,39 @@ def start_record(job: RankJob, trainer: Trainer, flop_per_token: float) -> recor
         data=job.data.text,
         tokens_per_step=plan.batch * tokens,
         flop_per_token=training_flop_per_token(flop_per_token, facts.trainable / facts.parameters),
-        peak_flop_per_s=float(trainer.replica.gather((peak,)).sum()),
+        peak_flop_per_s=float(ranks[:, 0].sum()),
         exchange=_in_words(plan),
         precision=trainer.attempts.stages.engine.precision.name,
         limit_s=config.train.seconds,
+        hosts=tuple(int(host) for host in ranks[:, 1]),
         loss_unit=_loss_unit(job),
         versions={"gossamer": version("gossamer"), "torch": torch.__version__, "python": sys.version.split()[0]},
+        machine=machine_facts(job.parts.device),
+        data_fingerprint=job.data.fingerprint,
     )
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """Return what `gossamer compare` tells apart: this machine's host name, system, processor, cores and device."""
+    usable, limit = cores()
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": f"{usable:g}{limit}",
+        "device": accelerator or device.type,
+    }
+
+
+def _processor() -> str:
+    """Return the processor's model name; its architecture where the system does not say the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.machine()
 
 
 def _loss_unit(job: RankJob) -> str:

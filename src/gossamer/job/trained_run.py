@@ -57,7 +57,7 @@ def read_trained(run_dir: Path, module: nn.Module | None = None) -> TrainedRun:
     directory = open_run(run_dir)
     directory = RunDirectory(directory.path.absolute())
     config, origin, base = directory.config(), None, ""
-    with _standing_in(folder_of(directory)) as here:
+    with standing_in(folder_of(directory)) as here:
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
             with _importing(config, here):
@@ -129,7 +129,7 @@ def _importing(config: RunConfig, here: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(folder: Path) -> Iterator[Path]:
+def standing_in(folder: Path) -> Iterator[Path]:
     """Change to `folder` inside this context; yield the former folder, where modules can still be imported from."""
     here = Path.cwd()
     if str(here) not in sys.path:

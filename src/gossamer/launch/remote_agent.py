@@ -63,6 +63,7 @@ class Sender:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, _deaf)  # wishes come by standard input, and its end says that ssh has ended
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))  # Ray blocks it, and the command would inherit that
     sender = Sender()
     try:
         order = sender.order()

@@ -1,4 +1,4 @@
-"""The order that an ssh launch sends to each host."""
+"""The order that a launch over ssh or on Ray sends to each host."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ class HostOrder(Said):
     argv: tuple[str, ...]
     files: dict[str, str]
     folder: str
+
+
+def node_arguments(rank: int, nodes: int, endpoint: str) -> tuple[str, ...]:
+    """Return the arguments of `gossamer train` that say which host it is of how many, and where host 0 listens."""
+    return "--node-rank", str(rank), "--nnodes", str(nodes), "--rdzv-endpoint", endpoint

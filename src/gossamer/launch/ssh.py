@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import IO
 from gossamer.launch.interface import route_to
 from gossamer.launch.local import to_stderr
 from gossamer.launch.preflight import SSH, HostFindings, HostRequirements, look
-from gossamer.launch.remote_command import STOP, HostOrder
-from gossamer.launch.signals import StopRequests
-from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, EventLoop, tied
+from gossamer.launch.remote_command import STOP, HostOrder, node_arguments
+from gossamer.launch.remote_hosts import RemoteHost, see_through
+from gossamer.process import tied
 from gossamer.process.json_lines import write_line
 from gossamer.spec.errors import BadInput
 
-_TURN_S = 0.1
-_PATIENCE_S = 10.0  # from the end of one host that failed until the others are told to end
 _SSH_FAILED = 255
 _TAIL_BYTES = 2000
 
@@ -58,7 +55,7 @@ def launch_hosts(
     where = meet or _meeting_place(hosts, found)
     orders = [
         HostOrder(
-            argv=(python, "-m", "gossamer", *arguments, *_node(number, len(hosts), where)),
+            argv=(python, "-m", "gossamer", *arguments, *node_arguments(number, len(hosts), where)),
             files=dict(files or {}),
             folder=wanted.folder,
         )
@@ -69,14 +66,10 @@ def launch_hosts(
             _Remote(host, python, order, stack, echo=n == 0)
             for n, (host, order) in enumerate(zip(hosts, orders, strict=True))
         ]
-        return _see_through(remotes, say)
+        return see_through(remotes, say)
 
 
-def _node(rank: int, nodes: int, endpoint: str) -> tuple[str, ...]:
-    return "--node-rank", str(rank), "--nnodes", str(nodes), "--rdzv-endpoint", endpoint
-
-
-class _Remote:
+class _Remote(RemoteHost):
     """One ssh, its order given and its standard input kept open: the host ends when that closes."""
 
     def __init__(self, host: str, python: str, order: HostOrder, stack: ExitStack, *, echo: bool) -> None:
@@ -101,16 +94,15 @@ class _Remote:
         self._tell(STOP + b"\n")
 
     def hang_up(self) -> None:
-        """The host saves and ends, or ends."""
         with suppress(BrokenPipeError):
             self._pipe().close()
 
     def said(self) -> str:
-        """The end of what a host other than host 0 wrote."""
+        lost = "the ssh connection was lost\n" if self.poll() == _SSH_FAILED else ""
         if self._kept is None:
-            return ""
+            return lost.strip()
         self._kept.seek(max(0, self._kept.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        return self._kept.read().decode("utf-8", "replace").strip()
+        return (lost + self._kept.read().decode("utf-8", "replace")).strip()
 
     def _tell(self, line: bytes) -> None:
         with suppress(BrokenPipeError, ValueError):  # it has ended already
@@ -125,40 +117,6 @@ class _Remote:
         self.hang_up()
         self._process.kill()
         self._process.wait()
-
-
-def _see_through(remotes: Sequence[_Remote], say: Callable[[str], None]) -> int:
-    loop = EventLoop()
-    heard, failed_s, is_hung_up = 0, 0.0, False
-    with StopRequests(loop) as requests:
-        while any(remote.poll() is None for remote in remotes):
-            loop.turn(_TURN_S)
-            for _ in range(requests.count - heard):
-                for remote in remotes:
-                    remote.stop()
-            heard = requests.count
-            if not failed_s and any(remote.poll() not in (None, DONE, INTERRUPTED) for remote in remotes):
-                failed_s = time.monotonic()
-            if failed_s and not is_hung_up and time.monotonic() - failed_s > _PATIENCE_S:
-                is_hung_up = True
-                for remote in remotes:
-                    remote.hang_up()
-    loop.close()
-    codes = [remote.poll() or 0 for remote in remotes]
-    if len(set(codes)) > 1:  # else host 0 has said it all
-        for remote, code in zip(remotes, codes, strict=True):
-            if code not in (DONE, INTERRUPTED):
-                what = "the ssh connection was lost" if code == _SSH_FAILED else f"exit code {code}"
-                say(f"host {remote.host}: {what}\n{remote.said()}".strip())
-    return _exit_code(codes)
-
-
-def _exit_code(codes: Sequence[int]) -> int:
-    if BAD_INPUT in codes:
-        return BAD_INPUT
-    if set(codes) <= {DONE, INTERRUPTED}:
-        return max(codes)
-    return FAILED
 
 
 def _meeting_place(hosts: Sequence[str], found: Mapping[str, HostFindings]) -> str:

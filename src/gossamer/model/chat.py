@@ -120,7 +120,7 @@ class Chat:
         self.messages = found
 
     def save(self, file: Path) -> None:
-        """Append the dialogue to a file of JSON lines, {"messages": [...]}, as `data.source {chat: FILE}` reads it.
+        """Append the dialogue to a file of JSON lines, {"messages": [...]}, as `data.source: chat:FILE` reads it.
 
         Raises BadInput for a dialogue without an answer, and if the file cannot be written.
         """

@@ -41,8 +41,11 @@ class Start(Record):
     exchange: str
     precision: str = ""  # of forward and backward
     limit_s: float = 0.0  # `train.seconds`, after which the run ends; 0: none
+    hosts: tuple[int, ...] = ()  # of each rank, its host, counted from 0; empty: not said
     loss_unit: str = ""  # "nats/token"; "": not known, as with a loss of the model's own on other data than text
     versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, str] = field(default_factory=dict)  # of the rank that writes: host, system, processor, cores
+    data_fingerprint: str = ""  # equal for equal training data; "": not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +208,7 @@ _ALL: tuple[type[Record], ...] = (
     End,
 )
 KINDS: dict[str, type[Record]] = {c.kind: c for c in _ALL}
+_FIELDS = {c: frozenset(f.name for f in fields(c)) for c in _ALL}  # once: a run has 100,000 lines
 
 
 def read_record(line: str) -> Record | None:
@@ -219,7 +223,7 @@ def read_record(line: str) -> Record | None:
     cls = KINDS.get(str(data.pop("kind", "")))
     if cls is None:
         return None
-    known = {f.name for f in fields(cls)}
+    known = _FIELDS[cls]
     try:
         record = cls(**{k: v for k, v in data.items() if k in known})
     except TypeError:

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from gossamer.spec.cost import Cost
 from gossamer.spec.records import Step
 from gossamer.view.fraction import part_of
 
@@ -58,6 +59,20 @@ class RecentPace:
         links = sorted({link for step in self._steps for link in step.wire_bytes})
         sums = {link: sum(step.wire_bytes.get(link, 0) for step in self._steps) for link in links}
         return {link: (count / steps, count / stepping_s) for link, count in sums.items()}
+
+    def cost(self, peak_bytes: int) -> Cost:
+        """Return the medians of the recent steps as the cost of one, with the recording rank's memory."""
+        if not self._steps:
+            return Cost()
+        sent = {link: round(per_step) for link, (per_step, _) in self.link_bytes.items()}
+        return Cost(
+            compute_s=median(step.compute_s for step in self._steps),
+            exposed_s=median(step.exposed_s for step in self._steps),
+            step_s=median(step.step_s for step in self._steps),
+            peak_bytes=(peak_bytes,),
+            sent_bytes=(sum(sent.values()),),
+            wire_bytes=sent,
+        )
 
     @property
     def last_end_s(self) -> float:

@@ -28,9 +28,13 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.spec.records import End, Record, Saved, read_record
+from gossamer.spec.suggest import nearest
 from gossamer.view.tail import Tail
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # what Gossamer wrote itself: the same, ten times as fast
+RUNS = Path("runs")  # where runs are looked for: the default of run.directory
+LATEST = "latest"
+_SHOWN = 6  # names in a message
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -267,12 +271,12 @@ def plan_in(file: Path) -> Plan:
 
 def latest(runs: Path) -> RunDirectory:
     """Return the run under `runs` that was written to last; raises BadInput where there is none."""
-    found = [(newest, path.name, path) for path in _folders(runs) if (newest := _written_at(path)) is not None]
+    found = run_folders(runs)
     if not found:
         raise bad_input(
             wanted=f"a run under {runs}", got="none", do="start one with `gossamer train`, or name a run directory"
         )
-    return RunDirectory(max(found)[2])
+    return RunDirectory(found[0])
 
 
 def newest_like(
@@ -288,19 +292,56 @@ def newest_like(
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Return the run directory at `path`; raises BadInput where it is none."""
-    if _written_at(path) is None:
-        got = (
-            "a folder without records.jsonl and run.yaml"
-            if path.is_dir()
-            else "a file"
-            if path.exists()
-            else "no such folder"
-        )
-        raise bad_input(
-            wanted=f"a run directory at {path}", got=got, do="name the folder that `gossamer train` printed"
-        )
-    return RunDirectory(path)
+    """Return the run at `path`, or the one that it names: every command and function that takes a run calls this.
+
+    A name is that of a folder under "runs" (or, written DIR/NAME, under DIR), a part of such a name that only one
+    has, or "latest": the run that was written to last. A folder that is a run comes before them. Raises BadInput where
+    there is no such run, or where there are several.
+    """
+    if _written_at(path) is not None:
+        return RunDirectory(path)
+    runs = path.parent if len(path.parts) > 1 else RUNS
+    found = [run for run in (runs / path.name, *_named(runs, path.name)) if _written_at(run) is not None]
+    if len(found) == 1 or (found and found[0].name == path.name):
+        return RunDirectory(found[0])
+    if path.name == LATEST and runs.is_dir():
+        return latest(runs)
+    raise _several(path, found) if found else _none_named(path, runs)
+
+
+def _named(runs: Path, part: str) -> list[Path]:
+    """Return the folders whose name contains `part`, in any case, the newest name first; but not `part` itself."""
+    inside = [path for path in _folders(runs) if part and part.lower() in path.name.lower() and path.name != part]
+    return sorted(inside, key=lambda path: path.name, reverse=True)
+
+
+def _several(path: Path, found: list[Path]) -> BadInput:
+    shown = ", ".join(run.name for run in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    return bad_input(
+        wanted=f"one run for {str(path)!r}",
+        got=f"{len(found)}: {shown}",
+        do=f"write more of the name, or {LATEST!r} for the one that was written to last",
+    )
+
+
+def _none_named(path: Path, runs: Path) -> BadInput:
+    if path.exists():
+        got = "a folder without records.jsonl and run.yaml" if path.is_dir() else "a file"
+    else:
+        names = [run.name for run in _folders(runs) if _written_at(run) is not None]
+        got = "no such folder"
+        got += f", and {runs} has no run of that name ({nearest(path.name, names[-_SHOWN:])})" if names else ""
+    return bad_input(
+        wanted=f"a run directory at {path}",
+        got=got,
+        do="name the folder that `gossamer train` printed, or a part of a name that `gossamer runs` lists",
+    )
+
+
+def run_folders(runs: Path) -> list[Path]:
+    """Return the folders of the runs under `runs`, the one that was written to last first."""
+    found = [(newest, path.name, path) for path in _folders(runs) if (newest := _written_at(path)) is not None]
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def _folders(runs: Path) -> list[Path]:

@@ -28,6 +28,8 @@ except ImportError:  # not POSIX: the beating file
 
 BEAT_S = 5.0
 _PERIODS = 3
+_SILENT_S = 600.0
+_CLOCKS_S = 5.0  # by which the time of boot and the clock may disagree
 _SETTLE_S = 0.3  # for two that take over one dead holder's file at once to see whose name it bears
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -74,6 +76,41 @@ def check_free(directory: Path) -> None:
     """Raise BadInput where another process trains in the run directory; holds nothing afterwards."""
     with held(directory):
         pass
+
+
+def holder_of(directory: Path) -> Holder | None:
+    """Return the process that trains in the run directory, as far as files tell; None: nobody. Takes no lock.
+
+    A holder on another host, whose processes cannot be seen from here, counts until its records have been silent for
+    ten minutes.
+    """
+    holder = _read(directory / ".lock") or _read(directory / ".lock.beat")
+    if holder is None:
+        return None
+    if holder.host == socket.gethostname():
+        return holder if _lives(holder.process, since_s=holder.since_s) else None
+    try:
+        silent_s = time.time() - (directory / "records.jsonl").stat().st_mtime
+    except OSError:
+        silent_s = time.time() - holder.since_s
+    return holder if silent_s < _SILENT_S else None
+
+
+def _lives(process: int, *, since_s: float) -> bool:
+    """Return whether the process is there, and did not begin after the lock was taken: numbers are given anew."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # somebody else's
+    try:
+        ticks = int(Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[19])
+        lines = Path("/proc/stat").read_text("utf-8").splitlines()
+        boot_s = float(next(line.split()[1] for line in lines if line.startswith("btime ")))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return True
+    return boot_s + ticks / os.sysconf("SC_CLK_TCK") <= since_s + _CLOCKS_S
 
 
 def _refusal(directory: Path, holder: Holder | None) -> BadInput:

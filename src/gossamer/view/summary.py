@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from gossamer.spec.cost import Cost
+from gossamer.spec.plan import Plan
 from gossamer.spec.records import End, Evaluation, Length, Record, Saved, Start, Step
 from gossamer.view.fraction import part_of
 from gossamer.view.run_directory import RunDirectory
@@ -21,10 +23,14 @@ def summarize(run: RunDirectory) -> dict[str, Any]:
     `wire_bytes`, `peak_bytes` and the times are those of the rank that wrote the records. `forecast_error` is measured
     / forecast - 1 for every figure of the plan's forecast that the records hold.
     """
-    told = _Told.of(run)
+    return summary_of(run, run.records(), plan=run.plan())
+
+
+def summary_of(run: RunDirectory, records: Iterable[Record], *, plan: Plan | None) -> dict[str, Any]:
+    """Return the figures of `summarize` from records and a plan that were read already."""
+    told = _Told.of(records)
     start, steps = told.start, list(told.steps.values())
     end = told.end if told.end is not None else End(step=max(told.steps, default=0), outcome="unfinished")
-    plan = run.plan()
     forecast = plan.forecast if plan is not None and plan.forecast != Cost() else None
     measured = _measured(told, steps)
     rate = median(step.tokens / step.step_s for step in steps if step.step_s > 0) if measured.step_s > 0 else None
@@ -99,9 +105,9 @@ class _Told:
     _last_s: float = 0.0
 
     @staticmethod
-    def of(run: RunDirectory) -> _Told:
+    def of(records: Iterable[Record]) -> _Told:
         told = _Told()
-        for record in run.records():
+        for record in records:
             told.add(record)
         return told
 

@@ -13,9 +13,12 @@ class Tail:
     A line without its end is left for the next read: its writer may be in the middle of it.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, most_bytes: int | None = None) -> None:
+        """`most_bytes`: read at one time, where the file is longer; None: all there is."""
         self._file = file
         self._offset = 0
+        self._most_bytes = most_bytes
+        self.is_behind = False  # the last read left complete lines for the next one
 
     def read(self) -> list[Record]:
         """Return the new records, possibly none; the file need not exist yet. A file that shrank is read anew.
@@ -35,9 +38,13 @@ class Tail:
             return []
         with self._file.open("rb") as source:
             source.seek(self._offset)
-            block = source.read()
+            block = source.read() if self._most_bytes is None else source.read(self._most_bytes)
+            is_all = self._most_bytes is None or len(block) < self._most_bytes
+            if not is_all and b"\n" not in block:  # one line, longer than that
+                block, is_all = block + source.read(), True
         whole = block[: block.rfind(b"\n") + 1]
         self._offset += len(whole)
+        self.is_behind = not is_all
         lines = (line for line in whole.decode("utf-8", "replace").splitlines() if line.startswith("{"))
         return [record for line in lines if (record := read_record(line)) is not None]
 

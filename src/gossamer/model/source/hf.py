@@ -121,7 +121,8 @@ class Hf(ModelSource):
 
     def fingerprint(self) -> str:
         weights = self._directory.glob("*.safetensors") if self._directory is not None else ()
-        return digest([self._config.to_dict(), self.dtype], weights)
+        config = {**self._config.to_dict(), "dtype": self.dtype}  # transformers sets the config's when it builds
+        return digest([config, self.dtype], weights)
 
     @cached_property
     def _directory(self) -> Path | None:

@@ -43,7 +43,7 @@ class Plain(Display):
             return
         if isinstance(record, End) and self._progress.steps_done != self._shown_step:
             self._step_line()
-        for word, text in _lines(record):
+        for word, text in lines_of(record):
             self._line(record.time_s, word, text)
         if isinstance(record, Start):
             self._shown_s = None
@@ -103,8 +103,8 @@ def format_step(progress: RunProgress, step: Step) -> str:
     return "  ".join(words)
 
 
-def _lines(record: Record) -> list[tuple[str, str]]:
-    """(word, text) of the lines that a record other than a step is worth."""
+def lines_of(record: Record) -> list[tuple[str, str]]:
+    """Return (word, text) of the lines that a record other than a step is worth."""
     if isinstance(record, Start):
         tokens = f"{record.steps} steps of {show_count(record.tokens_per_step)} tokens"
         verb = "start" if record.step == 0 else "resume"

@@ -1,0 +1,90 @@
+"""The command `gossamer eval`: the loss of a trained model on texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gossamer.api import verbs
+from gossamer.cli.output import CommandResult, Json, table
+from gossamer.spec.errors import bad_input
+from gossamer.spec.units import show_seconds
+
+
+def evaluate(
+    model: Path,
+    /,
+    *files: str,
+    sequence: int | None = None,
+    sequences: int | None = None,
+    json: Json = False,
+) -> CommandResult:
+    """Measure a model on texts, e.g. `gossamer eval runs/NAME notes.txt`: loss, perplexity, bits per byte.
+
+    Parameters
+    ----------
+    model
+        A run directory (its newest good checkpoint), a Hugging Face folder or a GGUF file.
+    files
+        Text files, JSON lines with a field `text`, or chats (of which the answers alone count); patterns in quotes.
+        None: the validation text of the run, as training evaluates it.
+    sequence
+        Tokens that the model sees at once. Default: as in training; of other models 1024 at most.
+    sequences
+        At most so many sequences of every text. Default: all; of the run's own text as many as in training.
+    """
+    for name, value, least in (("sequence", sequence, 2), ("sequences", sequences, 1)):
+        if value is not None and value < least:
+            raise bad_input(wanted=f"a number >= {least}", got=str(value), do=f"give {least} or more", key=f"--{name}")
+    with _progress() as tick:
+        data = verbs.evaluate(model, files, sequence=sequence, sequences=sequences, progress=tick)
+    return CommandResult(data, _told(data))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show a bar per text on standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, Any] = {}
+
+        def tick(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done)
+
+        yield tick
+
+
+def _told(data: Mapping[str, Any]) -> str:
+    """Return the figures as a table: a line per text, and one of all where there are several."""
+    rows: list[Sequence[str]] = [("text", "loss (nats/token)", "perplexity", "bits/byte", "tokens", "bytes")]
+    rows += [_row(one["text"], one) for one in data["texts"]]
+    if len(data["texts"]) > 1:
+        rows.append(_row("all", data))
+    step = "" if data["step"] is None else f", step {data['step']}"
+    head = f"{data['model']}{step}, in {show_seconds(data['seconds'])}"
+    said = [head, table(rows), *(f"note: {remark}" for remark in data["remarks"])]
+    if data.get("reported_loss") is not None:
+        said.append(f"training reported {data['reported_loss']:.6f} at this step")
+    return "\n".join(said)
+
+
+def _row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
+    bits = one["bits_per_byte"]
+    perplexity = one["perplexity"]
+    return (
+        name,
+        f"{one['loss']:.6f}",
+        f"{perplexity:.4g}" if math.isfinite(perplexity) else "-",
+        "-" if bits is None else f"{bits:.4f}",
+        f"{one['labels']:,}",
+        f"{one['bytes']:,}",
+    )

@@ -1,0 +1,293 @@
+"""The loss of a trained model on texts: of a run, a Hugging Face folder or a GGUF file, as `gossamer eval` shows it.
+
+The loss is the one of training: the mean over valid labels in nats per token. Bits per byte is the sum of the losses in
+bits, divided by the UTF-8 bytes that these labels stand for, so that models with other tokenizers can be compared.
+Perplexity is exp(loss).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer.data import Corpus, open_corpus
+from gossamer.data.file_source import source_of_files
+from gossamer.data.kept import fingerprint_in
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.job.data_files import check_data_files
+from gossamer.job.run_files import folder_of
+from gossamer.job.trained_run import TrainedRun, read_trained, standing_in
+from gossamer.job.training_data import corpus_of
+from gossamer.job.worker import origin_for
+from gossamer.loss import Loss
+from gossamer.model.forward_adapter import ForwardAdapter, caller_of
+from gossamer.model.input_checks import check_sequence, explain
+from gossamer.model.origin import origin_of
+from gossamer.model.precision import Precision, precision_of
+from gossamer.recipe import Recipe
+from gossamer.run.batches import TextBatches, moved, row_slices
+from gossamer.spec.config import DataSection, ModelSection, RunConfig
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.spec.records import Evaluation, Start
+from gossamer.view.run_directory import RunDirectory, open_run
+
+SEQUENCE = 1024  # tokens that a model without a run sees at once, at most
+_BATCH_TOKENS = 4096  # about so many are computed together
+
+Progress = Callable[[str, int, int], None]  # name of the text, sequences done, sequences in all
+
+
+@dataclass(frozen=True, slots=True)
+class TextLoss:
+    """The loss on one text. `nats`: sum over `labels`; `bytes`: UTF-8 bytes that the labels stand for."""
+
+    name: str
+    nats: float
+    labels: int
+    bytes: int
+    sequences: int
+    remark: str = ""
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss in nats per valid label; nan without one."""
+        return self.nats / self.labels if self.labels else math.nan
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures, JSON-ready."""
+        loss = self.loss
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
+            "labels": self.labels,
+            "bytes": self.bytes,
+            "sequences": self.sequences,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedModel:
+    """A model in evaluation mode, and what its loss on a batch needs."""
+
+    module: nn.Module
+    caller: ForwardAdapter
+    loss: Loss
+    precision: Precision
+    device: torch.device
+
+    @torch.no_grad()
+    def on(self, batches: TextBatches, chosen: np.ndarray[Any, Any], tick: Callable[[int], None]) -> tuple[float, int]:
+        """Return the sum of the losses (nats) over the valid labels of the chosen sequences, and their number."""
+        largest = max(1, _BATCH_TOKENS // batches.batch(chosen[:1])["input_ids"].shape[1])
+        nats, labels = 0.0, 0
+        for rows in row_slices(len(chosen), largest):
+            batch = moved(batches.batch(chosen[rows]), self.device)
+            count = int(self.loss.weight(batch))
+            if count:  # the mean over no label is no number
+                nats += float(self._mean(batch)) * count
+            labels += count
+            tick(min(rows.stop, len(chosen)))
+        return nats, labels
+
+    def _mean(self, batch: dict[str, Tensor]) -> Tensor:
+        with self.precision.autocast(self.device):
+            try:
+                output = self.caller(self.module, batch)
+            except IndexError as error:
+                explain(error, batch.get("input_ids"))
+                raise
+            return self.loss(output, batch).float()
+
+
+def evaluate_model(
+    model: Path, files: Sequence[str], *, sequence: int | None, sequences: int | None, progress: Progress
+) -> dict[str, Any]:
+    """Return the figures of a model on `files`, or of a run on its own validation text; JSON-ready.
+
+    `sequence`: tokens that the model sees at once, default those it was trained with; `sequences`: at most so many of
+    each text, default all (of a run's own validation text those of training). Raises BadInput, CheckpointMismatch.
+    """
+    began = time.perf_counter()
+    if (model / "records.jsonl").exists():
+        data, found = _of_run(model, files, sequence, sequences, progress)
+    else:
+        data, found = _of_weights(model, files, sequence, sequences, progress)
+    nats, labels = sum(one.nats for one in found), sum(one.labels for one in found)
+    total = TextLoss("all", nats, labels, sum(one.bytes for one in found), sum(one.sequences for one in found))
+    remarks = [f"{one.name}: {one.remark}" for one in found if one.remark]
+    texts = [{"text": one.name, **one.figures()} for one in found]
+    return {**data, **total.figures(), "texts": texts, "remarks": remarks, "seconds": time.perf_counter() - began}
+
+
+def _of_run(
+    path: Path, files: Sequence[str], sequence: int | None, sequences: int | None, progress: Progress
+) -> tuple[dict[str, Any], list[TextLoss]]:
+    directory = RunDirectory(open_run(path).path.absolute())
+    trained = read_trained(path)
+    config = trained.config
+    data: dict[str, Any] = {"model": str(path), "step": trained.step}
+    length = sequence or config.data.sequence
+    if files:
+        texts = _texts(files, _run_tokenizer(directory, trained), length, config.data.cache, _chat(directory, config))
+        _check_tokenizer(texts[0][1].tokenizer, directory, trained)
+        if trained.origin is not None:
+            check_sequence(trained.origin.positions(), length)
+        chosen = [(name, corpus, TextBatches(corpus.train), sequences) for name, corpus in texts]
+    else:
+        corpus = _own_corpus(directory, config, sequence)
+        wanted = sequences or config.train.evaluate_sequences
+        chosen = [("validation", corpus, TextBatches(corpus.validation), wanted)]
+        if sequence is None and sequences is None:
+            data["reported_loss"] = _reported(directory, trained.step)
+    module = _ready(trained.module, config, _precision(directory, config), chosen[0][2])
+    return data, list(_losses(module, chosen, progress))
+
+
+def _of_weights(
+    path: Path, files: Sequence[str], sequence: int | None, sequences: int | None, progress: Progress
+) -> tuple[dict[str, Any], list[TextLoss]]:
+    is_gguf = path.is_file() and path.suffix == ".gguf"
+    if not is_gguf and not (path / "config.json").is_file():
+        raise bad_input(
+            wanted=f"a run directory, a Hugging Face folder or a GGUF file at {path}",
+            got=_kind(path),
+            do="name the folder that `gossamer train` printed, or a model",
+        )
+    if not files:
+        raise bad_input(
+            wanted="files to evaluate on", got="none (only a run has a text of its own)", do="name text or chat files"
+        )
+    section = ModelSection(gguf=str(path)) if is_gguf else ModelSection(hf=str(path))
+    length = sequence or _positions(section)
+    texts = _texts(files, f"hf:{path}", length, None, {})
+    config = RunConfig(model=section, data=DataSection(tokenizer=f"hf:{path}", sequence=length))
+    origin = origin_for(config, texts[0][1])
+    chosen = [(name, corpus, TextBatches(corpus.train), sequences) for name, corpus in texts]
+    module = _ready(origin.build(0).eval(), config, "fp32", chosen[0][2])
+    return {"model": str(path), "step": None}, list(_losses(module, chosen, progress))
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a folder with neither records.jsonl nor config.json"
+    return "another file" if path.exists() else "no such file"
+
+
+def _positions(section: ModelSection) -> int:
+    return min(SEQUENCE, origin_of(section).positions() or SEQUENCE)
+
+
+def _ready(module: nn.Module, config: RunConfig, precision: str, batches: TextBatches) -> EvaluatedModel:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module = module.to(device)
+    return EvaluatedModel(
+        module=module,
+        caller=caller_of(module, batches.batch(np.zeros(1, np.int64))),
+        loss=Recipe.loss_of(config),
+        precision=precision_of(precision),
+        device=device,
+    )
+
+
+def _losses(
+    model: EvaluatedModel, texts: Sequence[tuple[str, Corpus, TextBatches, int | None]], progress: Progress
+) -> Iterator[TextLoss]:
+    for name, corpus, batches, most in texts:
+        chosen = batches.first(len(batches) if most is None else most)
+
+        def tick(done: int, name: str = name, total: int = len(chosen)) -> None:
+            progress(name, done, total)
+
+        nats, labels = model.on(batches, chosen, tick)
+        yield TextLoss(name, nats, labels, batches.text_bytes(chosen) or 0, len(chosen), corpus.remark)
+
+
+def _precision(directory: RunDirectory, config: RunConfig) -> str:
+    """Return the precision that the run computed in, also where it was measured."""
+    starts = [one.precision for one in directory.records() if isinstance(one, Start) and one.precision]
+    return config.train.precision if config.train.precision != "auto" else starts[-1] if starts else "fp32"
+
+
+def _reported(directory: RunDirectory, step: int) -> float | None:
+    """Return the validation loss that training reported at `step`; None where it did not evaluate there."""
+    found = [one.loss for one in directory.records() if isinstance(one, Evaluation) and one.step == step]
+    return found[-1] if found else None
+
+
+def _own_corpus(directory: RunDirectory, config: RunConfig, sequence: int | None) -> Corpus:
+    """Return the corpus that the run was trained on. Raises BadInput where it changed, or nothing was held out."""
+    if not config.data.validation:
+        raise bad_input(
+            wanted="files to evaluate on",
+            got="none, and the run held no text out (data.validation 0)",
+            do="name text or chat files",
+        )
+    with standing_in(folder_of(directory)):
+        corpus = corpus_of(config.data if sequence is None else config.data.model_copy(update={"sequence": sequence}))
+        check_data_files(directory.data_file, corpus)
+    return corpus
+
+
+def _run_tokenizer(directory: RunDirectory, trained: TrainedRun) -> Written:
+    """Return the tokenizer of a run as a configuration writes it: a folder's own, which has a chat template, or the
+    one that the run keeps.
+    """
+    written = trained.config.data.tokenizer
+    if written == "byte":
+        return written
+    name, _, folder = written.partition(":") if isinstance(written, str) else ("", "", "")
+    if name == "hf" and (place := folder_of(directory) / Path(folder).expanduser()).exists():
+        return f"hf:{place}"
+    return f"hf:{directory.tokenizer}"
+
+
+def _chat(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
+    """Return how the run reads conversations: the parameters of its source, without the files."""
+    written = config.data.source
+    choice = MethodConfig("") if isinstance(written, str) else MethodConfig.parse(written)
+    given = {name: value for name, value in choice.parameters.items() if name != "files"}
+    if choice.name != "chat":
+        return {}
+    if given.get("template") is not None:  # its path is relative to the folder of the run
+        given["template"] = str(folder_of(directory) / Path(given["template"]).expanduser())
+    return given
+
+
+def _check_tokenizer(tokenizer: Tokenizer, directory: RunDirectory, trained: TrainedRun) -> None:
+    """Raise BadInput where the tokenizer's files are others than when the run was trained."""
+    if tokenizer.fingerprint not in (trained.words().fingerprint, fingerprint_in(directory.tokenizer)):
+        raise bad_input(
+            wanted="the tokenizer that the run was trained with",
+            got=f"{trained.config.data.tokenizer}, which has changed since",
+            do="restore its files",
+            key="data.tokenizer",
+        )
+
+
+def _texts(
+    files: Sequence[str], tokenizer: Written, sequence: int, cache: str | None, chat: Mapping[str, Any]
+) -> list[tuple[str, Corpus]]:
+    """Return each file (or pattern) with its corpus, of which nothing is held out; a document is cut, never joined."""
+    found = []
+    for file in files:
+        try:
+            source = source_of_files(file, chat)
+            corpus = open_corpus(
+                source=source, tokenizer=tokenizer, sequence=sequence, pack=False, validation=0.0, cache=cache
+            )
+        except BadInput as error:  # of a file on the command line, not of a key in a configuration
+            raise BadInput(error.message, key="" if error.key == "data.source" else error.key) from error
+        if not len(corpus.train):
+            raise bad_input(wanted=f"text in {file}", got="none that can be predicted", do="name another file")
+        found.append((file, corpus))
+    return found
