@@ -26,7 +26,7 @@ MISTAKES = {
     "unknown section": ("trian: {steps: 3}", "run.yaml:1: trian: there is no such key: did you mean 'train' or"),
     "key of another section": ("steps: 3", "run.yaml:1: steps: there is no such key: did you mean 'train.steps'?"),
     "deep unknown key": ("plan:\n  mesh:\n    repicla: 2", "run.yaml:3: plan.mesh.repicla: there is no such key: did"),
-    "not like any key": ("data:\n  xyzzy: 1", "data.xyzzy: there is no such key: known: cache, isolate, pack"),
+    "not like any key": ("data:\n  xyzzy: 1", "data.xyzzy: there is no such key: known: cache, config, factory"),
     "text for a number": (
         "train: {steps: many}",
         "train.steps: wanted a whole number >= 1, got 'many': write such a value, or",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gossamer.data.manifest import SIDES, SplitSide
+from gossamer.data.pair_sequences import fitting_pairs
 from gossamer.data.stream import Stream
 from gossamer.data.whole_documents import learnt_within
 
@@ -25,6 +26,21 @@ def remarks_on(known: Mapping[str, Any], streams: Mapping[SplitSide, Stream], se
         )
     if lost := total - sum(learnt_within(stream, sequence)[0].size for stream in streams.values()):
         yield f"{lost} of these {_have(lost)} no answer within {sequence} tokens and {_are(lost)} left out"
+    yield from _shared(known)
+
+
+def remarks_on_pairs(known: Mapping[str, Any], streams: Mapping[SplitSide, Stream], sequence: int) -> Iterator[str]:
+    """Yield what was left out of preference pairs, and what is learnt otherwise than it will be asked for."""
+    total = sum(stream.starts.size // 2 for stream in streams.values())
+    if lost := total - sum(fitting_pairs(stream, sequence).size // 2 for stream in streams.values()):
+        yield (
+            f"{lost} of {total} pairs {_are(lost)} left out: an answer of {'it' if lost == 1 else 'them'} ends behind "
+            f"data.sequence, {sequence} tokens"
+        )
+    yield from _shared(known)
+
+
+def _shared(known: Mapping[str, Any]) -> Iterator[str]:
     if shared := sum(known[side]["shared"] for side in SIDES):
         yield (
             f"{shared} {'answer begins' if shared == 1 else 'answers begin'} within a token that also ends the prompt: "

@@ -15,7 +15,7 @@ from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.corpus_part import CorpusPart, Cut, ReadSource, hash_of
 from gossamer.data.manifest import SIDES, SplitSide
 from gossamer.data.mixed_sequences import MixedSequences
-from gossamer.data.packing import Sequences
+from gossamer.data.packing import Sequences, Split
 from gossamer.data.source import Source, parse_source
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.spec.errors import BadInput, bad_input
@@ -127,11 +127,23 @@ def _mixed(
     """Return one side of a mixture."""
     return MixedSequences(
         names=tuple(parts),
-        splits=tuple(part.splits[side] for part in parts.values()),
+        splits=tuple(_split(name, part.splits[side]) for name, part in parts.items()),
         weights=tuple(weights[name] for name in parts),
         sequence=cut.sequence,
         fingerprint=hash_of(fingerprint, side, cut.sequence, cut.pack, cut.isolate),
     )
+
+
+def _split(name: str, side: Sequences) -> Split:
+    """Return a source of a mixture. Raises BadInput for preference pairs, whose batches have other keys."""
+    if not isinstance(side, Split):
+        raise bad_input(
+            wanted="text and chats in a mixture",
+            got=f"preference pairs in {name}",
+            do="train on the pairs in a run of their own",
+            key=f"data.source.mixture.sources.{name}",
+        )
+    return side
 
 
 def _template_of(parts: Mapping[str, CorpusPart]) -> ChatTemplate | None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from gossamer.data.answer_spans import Rendered
 from gossamer.data.cache import held, make_folder, read_json, write_json
-from gossamer.data.conversation_remarks import remarks_on
+from gossamer.data.conversation_remarks import remarks_on, remarks_on_pairs
 from gossamer.data.manifest import SIDES, CorpusManifest, Holdout, SplitSide, cached_manifest
-from gossamer.data.packing import Split, split_of
+from gossamer.data.packing import Sequences, split_of
+from gossamer.data.pair_sequences import pairs_of
 from gossamer.data.rendering import Rendering
 from gossamer.data.source import Source
 from gossamer.data.stream import Stream, is_intact, read_stream, write_conversations, write_stream
@@ -70,19 +71,14 @@ class ReadSource:
         if rendering is None:
             _check_long_enough(streams, cut.sequence, pack=cut.pack, validation=fraction)
         splits = {
-            side: split_of(
-                streams[side],
-                sequence=cut.sequence,
-                pack=cut.pack,
-                isolate=cut.isolate,
-                fingerprint=hash_of(fingerprint, side, cut.sequence, cut.pack, cut.isolate),
-            )
-            for side in SIDES
+            side: _sequences(stream, rendering, cut, hash_of(fingerprint, side, cut.sequence, cut.pack, cut.isolate))
+            for side, stream in streams.items()
         }
         remarks = [self.source.remark(), self.found.remark()]
         if rendering is not None:
             _check_conversations(splits, streams, validation=fraction)
-            remarks += remarks_on(known, streams, cut.sequence)
+            on = remarks_on if rendering.together == 1 else remarks_on_pairs
+            remarks += on(known, streams, cut.sequence)
         return CorpusPart(splits, known, fingerprint, rendering, "; ".join(filter(None, remarks)))
 
 
@@ -90,7 +86,7 @@ class ReadSource:
 class CorpusPart:
     """The sequences of one source. `known`: the manifest of its tokens; `remark`: on what was read, for the user."""
 
-    splits: Mapping[SplitSide, Split]
+    splits: Mapping[SplitSide, Sequences]
     known: dict[str, Any]
     fingerprint: str
     rendering: Rendering | None
@@ -100,6 +96,12 @@ class CorpusPart:
 def hash_of(*parts: object) -> str:
     """Return the SHA-256 of JSON values, in hex digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _sequences(stream: Stream, rendering: Rendering | None, cut: Cut, fingerprint: str) -> Sequences:
+    if rendering is not None and rendering.together == 2:
+        return pairs_of(stream, sequence=cut.sequence, fingerprint=fingerprint)
+    return split_of(stream, sequence=cut.sequence, pack=cut.pack, isolate=cut.isolate, fingerprint=fingerprint)
 
 
 def _kept(folder: Path) -> dict[str, Any] | None:
@@ -131,7 +133,7 @@ class _Reading:
             nonlocal read
             for document in self.holdout.documents(self.source, side):
                 read += len(document.data)
-                yield rendering(document.messages, document.where)
+                yield from rendering.texts(document.messages, document.rejected, document.where)
 
         known = write_conversations(texts(self.rendering), self.tokenizer, folder=folder, side=side)
         return {**known, "read": read}
@@ -187,7 +189,7 @@ def _check_long_enough(streams: dict[SplitSide, Stream], sequence: int, *, pack:
 
 
 def _check_conversations(
-    splits: Mapping[SplitSide, Split], streams: Mapping[SplitSide, Stream], *, validation: float
+    splits: Mapping[SplitSide, Sequences], streams: Mapping[SplitSide, Stream], *, validation: float
 ) -> None:
     """Raise BadInput where a side that is not left empty on purpose has no conversation to learn from."""
     for side in SIDES:

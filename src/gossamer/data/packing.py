@@ -24,6 +24,7 @@ from gossamer.data.ordering import Order, SampleOrder
 from gossamer.data.stream import Int64, Stream
 from gossamer.data.whole_documents import WholeDocuments, learnt_within
 
+LABELS = "labels"
 IGNORED = -100  # the label that losses leave out, as in Hugging Face models
 Indices: TypeAlias = Iterable[int] | NDArray[np.int64]
 
@@ -33,6 +34,8 @@ class Sequences(ABC):
 
     sequence: int  # tokens in each
     fingerprint: str
+    together: int = 1  # neighbors that belong together, in any batch
+    labels: str = LABELS  # the key of the labels in a batch
 
     @abstractmethod
     def __len__(self) -> int:

@@ -38,7 +38,7 @@ def decode_preview(split: Sequences, tokenizer: Tokenizer, *, seed: int, count: 
 def _preview(split: Sequences, tokenizer: Tokenizer, index: int) -> Preview:
     batch = split.batch([index])
     tokens = split.tokens_of(index)
-    ids, labels = (batch[name][0, :tokens].numpy() for name in ("input_ids", "labels"))
+    ids, labels = (batch[name][0, :tokens].numpy() for name in ("input_ids", split.labels))
     marked = split.is_marked(index)
     return Preview(
         index=index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,28 @@ from gossamer.spec.errors import BadInput, bad_input
 _TODAY = "strftime_now"
 
 
+class Rendering(ABC):
+    """What makes texts of the conversations of a source."""
+
+    template: ChatTemplate
+    together: int  # texts that one document gives, which stay side by side
+
+    @abstractmethod
+    def texts(self, messages: Conversation, rejected: Conversation, where: str) -> tuple[Rendered, ...]:
+        """Return the texts of a document, with the spans of each that are learnt.
+
+        Raises BadInput naming `where`, also for a message that spells a special token: read as that token, it would
+        end its own turn.
+        """
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """Return a text that is equal for renderings that make equal texts of equal conversations."""
+
+
 @dataclass(frozen=True, slots=True)
-class Rendering:
+class ChatRendering(Rendering):
     """The rendering of conversations by one template.
 
     `learn`: the answers, or all of the text; `special`: the texts of the tokenizer's special tokens.
@@ -24,27 +45,50 @@ class Rendering:
     template: ChatTemplate
     learn: Learn
     special: tuple[str, ...]
+    together: int = 1
 
-    def __call__(self, messages: Conversation, where: str) -> Rendered:
-        """Return the text of a conversation and the spans of it that are learnt.
-
-        Raises BadInput naming `where`, also for a message that spells a special token: read as that token, it would
-        end its own turn.
-        """
-        for number, message in enumerate(messages, start=1):
-            if (found := next((mark for mark in self.special if mark in message.content), None)) is not None:
-                raise bad_input(
-                    wanted=f"text without special tokens in message {number} (role {message.role}) at {where}",
-                    got=f"{found!r}, which the tokenizer reads as a mark of its own",
-                    do="write it otherwise, or remove the line",
-                    key=KEY,
-                )
-        return rendered(messages, self.template, self.learn, where)
+    def texts(self, messages: Conversation, rejected: Conversation, where: str) -> tuple[Rendered, ...]:
+        _check_special(messages, self.special, where)
+        return (rendered(messages, self.template, self.learn, where),)
 
     @property
     def identity(self) -> str:
-        """Return a text that is equal for renderings that make equal texts of equal conversations."""
         return f"{self.template!r} {self.learn}"
+
+
+@dataclass(frozen=True, slots=True)
+class PairRendering(Rendering):
+    """The rendering of preference pairs by one template: the chosen conversation, then the rejected one.
+
+    The last answer of each counts.
+    """
+
+    template: ChatTemplate
+    special: tuple[str, ...]
+    together: int = 2
+
+    def texts(self, messages: Conversation, rejected: Conversation, where: str) -> tuple[Rendered, ...]:
+        return tuple(self._last_answer(one, where) for one in (messages, rejected))
+
+    @property
+    def identity(self) -> str:
+        return f"{self.template!r} pairs"
+
+    def _last_answer(self, messages: Conversation, where: str) -> Rendered:
+        _check_special(messages, self.special, where)
+        found = rendered(messages, self.template, "answers", where)
+        return Rendered(found.text, found.spans[-1:])
+
+
+def _check_special(messages: Conversation, special: tuple[str, ...], where: str) -> None:
+    for number, message in enumerate(messages, start=1):
+        if (found := next((mark for mark in special if mark in message.content), None)) is not None:
+            raise bad_input(
+                wanted=f"text without special tokens in message {number} (role {message.role}) at {where}",
+                got=f"{found!r}, which the tokenizer reads as a mark of its own",
+                do="write it otherwise, or remove the line",
+                key=KEY,
+            )
 
 
 def template_in(file: str | None, tokenizer: Tokenizer) -> ChatTemplate:

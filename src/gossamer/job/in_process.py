@@ -18,7 +18,7 @@ from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
 from gossamer.job.trainer_parts import parts_of
-from gossamer.job.training_data import TrainingData, of_corpus, of_dataset, training_data
+from gossamer.job.training_data import TrainingData, check_loss, of_corpus, of_dataset, training_data
 from gossamer.job.user_callbacks import UserCallbacks
 from gossamer.job.worker import device_of, origin_for, rendezvous
 from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
@@ -90,6 +90,7 @@ def _train(
     set_threads(settings.machines.threads, place.local_ranks)
     set_memory(PlanMethods.asked(settings.plan).sharding)
     given = _data(data, settings)
+    check_loss(given, settings)
     source, described, origin = _source(model, settings, given.corpus)
     base = origin.base_digest(settings.train.seed) if origin is not None else ""
     asked = _request(settings, place, given)

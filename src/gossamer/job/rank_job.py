@@ -31,6 +31,7 @@ from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
+from gossamer.run.reference import ReferencePass
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
@@ -60,6 +61,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         job = _built(job, pump, sink)
         engine = engine_of(job.parts)
         ending.callback(engine.randomness.remove)
+        job = _referenced(job, engine, pump, sink)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(
@@ -151,6 +153,23 @@ def _built(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:
     job.at(0, "build")
     held = planned.hold()
     return replace(job, parts=replace(parts, module=held.module, cut=held.cut))
+
+
+def _referenced(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -> RankJob:
+    """Return the job with what its loss compares with: log-probabilities under the initial model, which it has now."""
+    if not job.parts.objective.needs_reference:
+        return job
+    asked = ReferencePass(
+        parts=job.parts,
+        engine=engine,
+        pump=pump,
+        folder=job.directory.path,
+        data=job.data.fingerprint,
+        writes=job.where.writer == 0,
+        at=job.at,
+        tell=lambda message: sink(records.Event(level="info", message=message)),
+    )
+    return replace(job, parts=asked.made())
 
 
 def _keep(job: RankJob, sink: Sink) -> None:

@@ -17,10 +17,13 @@ from torch import Tensor
 from gossamer.data import Corpus, Sequences, open_corpus, open_validation
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.rank_inputs import DataDescription
+from gossamer.recipe import Recipe
 from gossamer.run.batches import Batches, DatasetBatches, TextBatches
+from gossamer.run.reference import ReferencedBatches
 from gossamer.run.validation_set import ValidationSet
 from gossamer.spec.config import DataSection, RunConfig
 from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import told
 from gossamer.spec.user_function import check_arguments, complaint, function_named
 from gossamer.spec.validation_sets import HELD_OUT, sets_of
 
@@ -48,8 +51,33 @@ class TrainingData:
 def training_data(config: RunConfig) -> TrainingData:
     """Return the data that a configuration names. Raises BadInput."""
     if config.data.factory is not None:
-        return of_factory(config.data.factory, config.data.config)
-    return of_corpus(corpus_of(config.data), config.data, text=str(config.data.source))
+        made = of_factory(config.data.factory, config.data.config)
+        check_loss(made, config)
+        return made
+    found = of_corpus(corpus_of(config.data), config.data, text=str(config.data.source))
+    check_loss(found, config)
+    return found
+
+
+def check_loss(data: TrainingData, config: RunConfig) -> None:
+    """Raise BadInput for preference pairs without a loss that compares them, and for such a loss without pairs."""
+    wanted = Recipe.loss_of(config).together
+    if data.train.together == wanted:
+        return
+    loss = told(config.train.loss)
+    if wanted == 1:
+        raise bad_input(
+            wanted="a loss that compares two answers, for preference pairs",
+            got=f"train.loss {loss}",
+            do="set train.loss to dpo, or {dpo: {beta: 0.1}}",
+            key="train.loss",
+        )
+    raise bad_input(
+        wanted=f"preference pairs (data.source pairs:GLOB), which the loss {loss} compares",
+        got=f"data of another kind, {data.description.text}",
+        do="name files of pairs, or another loss",
+        key="data.source",
+    )
 
 
 def of_corpus(corpus: Corpus, data: DataSection, *, text: str) -> TrainingData:
@@ -58,7 +86,7 @@ def of_corpus(corpus: Corpus, data: DataSection, *, text: str) -> TrainingData:
     Raises BadInput for a validation set that cannot be read.
     """
     opened = open_validation_sets(corpus, data)
-    sets = {name: ValidationSet(TextBatches(one.sequences), one.sequences.fingerprint) for name, one in opened.items()}
+    sets = {name: ValidationSet(_batches(one.sequences), one.sequences.fingerprint) for name, one in opened.items()}
     remarks = [corpus.remark, *(f"validation set {name}: {one.remark}" for name, one in opened.items() if one.remark)]
     described = DataDescription(
         fingerprint=corpus.fingerprint,
@@ -67,7 +95,7 @@ def of_corpus(corpus: Corpus, data: DataSection, *, text: str) -> TrainingData:
         remark="; ".join(filter(None, remarks)),
         vocabulary=corpus.tokenizer.vocabulary,
     )
-    return TrainingData(TextBatches(corpus.train), sets, described, corpus)
+    return TrainingData(_batches(corpus.train), sets, described, corpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +123,11 @@ def open_validation_sets(corpus: Corpus, data: DataSection) -> dict[str, OpenedS
             own = open_validation(name, source, corpus, pack=data.pack, isolate=data.isolate, cache=data.cache)
             found[name] = OpenedSet(own.train, own.remark)
     return found
+
+
+def _batches(side: Sequences) -> Batches:
+    """Return the batches of one side; those of preference pairs have room for a reference."""
+    return TextBatches(side) if side.together == 1 else ReferencedBatches(TextBatches(side))
 
 
 def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") -> TrainingData:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -19,7 +19,14 @@ IGNORE = -100  # the label that counts for nothing, as in torch and transformers
 
 
 class Loss(ABC):
-    """A loss function: a frozen dataclass of settings."""
+    """A loss function: a frozen dataclass of settings.
+
+    `together`: rows of a batch that it takes as one, side by side; `needs_reference`: whether it compares with the
+    model that the run began with.
+    """
+
+    together: ClassVar[int] = 1
+    needs_reference: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:

@@ -16,7 +16,10 @@ _FIRST, _LABELS = "input_ids", "labels"
 
 @dataclass(frozen=True, slots=True)
 class ForwardAdapter:
-    """An adapter that passes a batch to one kind of forward: made once, then cheap at every call."""
+    """An adapter that passes a batch to one kind of forward: made once, then cheap at every call.
+
+    Keys that are no name of a parameter ("loss.reference") are for the loss alone.
+    """
 
     takes: frozenset[str]  # batch keys passed by name
     takes_all: bool  # forward has **kwargs: every key is passed
@@ -25,7 +28,7 @@ class ForwardAdapter:
 
     def __call__(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """Return the output of the module's forward on `batch`; keys that forward does not take are dropped."""
-        named = {k: v for k, v in batch.items() if self.takes_all or k in self.takes}
+        named = {k: v for k, v in batch.items() if k in self.takes or (self.takes_all and k.isidentifier())}
         if self.first is None or self.first in batch or _FIRST not in batch:
             return module(**named, **dict(self.constant))
         named.pop(_FIRST, None)

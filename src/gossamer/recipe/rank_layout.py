@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gossamer import loss as losses
 from gossamer.data import share_rows
 from gossamer.sharding import Sharding
 from gossamer.spec.config import MeshSection, PlanSection, RunConfig
@@ -173,7 +174,8 @@ def _microbatches(
         least = _PER_STAGE * (sum(map(len, groups)) or mesh.pipe) if mesh.in_stages else 1
         why = f"at most {tokens} tokens each"
         why += f", {_PER_STAGE} for each of {each} where there are rows" if mesh.in_stages else ""
-        found = tuple(max(-(-r // fitting), min(r, least)) for r in rows)
+        together = losses.build(config.train.loss, key="train.loss").together
+        found = tuple(_in_whole(r, max(-(-r // fitting), min(r, least)), together) for r in rows)
         _check_microbatches(groups, found[0], "train.batch")
         return found, why
     if wanted > min(rows):
@@ -185,6 +187,13 @@ def _microbatches(
         )
     _check_microbatches(groups, wanted, key)
     return (wanted,) * len(rows), "given"
+
+
+def _in_whole(rows: int, pieces: int, together: int) -> int:
+    """Return at least `pieces` micro-batches of equal size that keep `together` rows together, if there are any."""
+    if together == 1 or rows % together:
+        return pieces
+    return next(n for n in range(min(pieces, rows // together), rows // together + 1) if rows % (n * together) == 0)
 
 
 def _mesh(asked: MeshSection, ranks: int) -> MeshSizes:

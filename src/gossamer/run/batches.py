@@ -22,7 +22,12 @@ RankBatch = dict[str, Tensor]
 
 
 class Batches(ABC):
-    """A data set of numbered sequences. `len` counts them; `batch` stacks some along a leading batch dimension."""
+    """A data set of numbered sequences. `len` counts them; `batch` stacks some along a leading batch dimension.
+
+    `together`: neighbors that belong together, in any batch.
+    """
+
+    together: int = 1
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -49,6 +54,7 @@ class TextBatches(Batches):
 
     def __init__(self, split: Sequences) -> None:
         self._split = split
+        self.together = split.together
 
     def __len__(self) -> int:
         return len(self._split)

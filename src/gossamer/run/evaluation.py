@@ -73,7 +73,7 @@ class Evaluator:
         self.at(step, "evaluate")
         chosen = one.batches.first(self.sequences)
         plan, replica = self.feed.plan, self.feed.replica
-        slices = [list(self._slices(chosen, r)) for r in range(plan.mesh.replica)]
+        slices = [list(self._slices(chosen, r, one.batches.together)) for r in range(plan.mesh.replica)]
         self.stages.engine.module.eval()
         # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.shards_parameters else 0
@@ -97,11 +97,15 @@ class Evaluator:
         )
         return {LOSS: loss, **metrics}
 
-    def _slices(self, chosen: np.ndarray[Any, Any], replica: int) -> Iterator[np.ndarray[Any, Any]]:
-        """Return the chosen sequences that a replica evaluates, in slices as long as its micro-batches."""
+    def _slices(self, chosen: np.ndarray[Any, Any], replica: int, together: int) -> Iterator[np.ndarray[Any, Any]]:
+        """Return the chosen sequences that a replica evaluates, in slices as long as its micro-batches.
+
+        `together`: so many neighbors stay in one slice.
+        """
         plan = self.feed.plan
-        mine = chosen[np.asarray(part(len(chosen), replica, plan.mesh.replica), dtype=np.int64)]
-        largest = max(1, plan.rows[replica] // plan.microbatches[replica])
+        side_by_side = chosen.reshape(-1, together)
+        mine = side_by_side[np.asarray(part(len(side_by_side), replica, plan.mesh.replica), dtype=np.int64)].reshape(-1)
+        largest = max(side_by_side.shape[1], plan.rows[replica] // plan.microbatches[replica])
         return (mine[rows] for rows in row_slices(len(mine), largest))
 
     def _evaluated(

@@ -23,11 +23,14 @@ class Document:
     text: str
     messages: Conversation = ()  # of a conversation; `text` is then all that is said in it
     where: str = ""  # "file:line" for errors, where that is known
+    rejected: Conversation = ()  # of a preference pair: `messages` with the worse answer
 
     @property
     def data(self) -> bytes:
         """The text as UTF-8: bits per byte counts these bytes. Of a conversation: who says what, as JSON."""
-        return as_data(self.messages) if self.messages else self.text.encode("utf-8")
+        if not self.messages:
+            return self.text.encode("utf-8")
+        return as_data(self.messages) + (as_data(self.rejected) if self.rejected else b"")
 
 
 class Source(ABC):
@@ -86,7 +89,8 @@ names, build = REGISTRY.names, REGISTRY.build
 def parse_source(written: Written, key: str = "data.source") -> Source:
     """Parse the source of text in a configuration; raises BadInput.
 
-    It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, `chat:GLOB`, or
+    It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, `chat:GLOB`,
+    `pairs:GLOB`, or
     {jsonl: {files: GLOB, field: body}}, or {mixture: {sources: {NAME: SOURCE}, weights: {NAME: 2}}}.
     """
     return parse_written(REGISTRY, written, key=key)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from gossamer.data.answer_spans import Learn
 from gossamer.data.conversation import conversation_of
-from gossamer.data.rendering import Rendering, template_in
+from gossamer.data.rendering import ChatRendering, Rendering, template_in
 from gossamer.data.source import Document, Source
 from gossamer.data.source._files import find, lines, remark, stamps
 from gossamer.data.source.jsonl import record_of
@@ -42,7 +42,7 @@ class Chat(Source):
         return remark(self.files)
 
     def rendering(self, tokenizer: Tokenizer) -> Rendering:
-        return Rendering(template_in(self.template, tokenizer), self.learn, tokenizer.special)
+        return ChatRendering(template_in(self.template, tokenizer), self.learn, tokenizer.special)
 
 
 def _conversations(name: str, file: Path) -> Iterator[Document]:

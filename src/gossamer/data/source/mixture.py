@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gossamer.data.source import Document, Part, Source, parse_source
@@ -56,7 +56,7 @@ class Mixture(Source):
     def documents(self) -> Iterator[Document]:
         for name, part in self.parts().items():
             for one in part.source.documents():
-                yield Document(f"{name}/{one.path}", one.text, one.messages, one.where)
+                yield replace(one, path=f"{name}/{one.path}")
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         return tuple(one for part in self.parts().values() for one in part.source.stamp())

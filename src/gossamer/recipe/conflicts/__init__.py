@@ -19,6 +19,7 @@ Law: TypeAlias = Callable[[Recipe], BadInput | None]
 LAWS: tuple[Law, ...] = (
     layout.layout_with_ranks,
     layout.islands_with_ranks,
+    layout.microbatches_with_loss,
     layout.boundaries_with_stages,
     layout.sync_with_stages,
     sync.optimizer_with_local_updates,

@@ -6,6 +6,7 @@ from gossamer.recipe.rank_layout import RankLayout
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import PlanSection
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import told
 from gossamer.spec.unread_keys import without_stages
 
 _PLAN = PlanSection()
@@ -30,6 +31,23 @@ def islands_with_ranks(recipe: Recipe) -> BadInput | None:
         got=str([list(island) for island in islands]),
         do="list the ranks of every island, or write auto",
         key="machines.islands",
+    )
+
+
+def microbatches_with_loss(recipe: Recipe) -> BadInput | None:
+    """Return an error for micro-batches that would part rows which the loss takes as one (a preference pair)."""
+    together, plan = Recipe.loss_of(recipe.config).together, recipe.plan
+    if all(rows % (pieces * together) == 0 for rows, pieces in zip(plan.rows, plan.microbatches, strict=True)):
+        return None
+    if together == 1:  # micro-batches may differ by a row
+        return None
+    return bad_input(
+        wanted=f"micro-batches of a multiple of {together} sequences, which the loss "
+        f"{told(recipe.config.train.loss)} takes as one",
+        got=f"{list(plan.rows)} sequences by replica in {list(plan.microbatches)} micro-batches",
+        do=f"set train.batch to a multiple of {together * len(plan.rows)}, and train.accumulate to auto or a divisor "
+        "of half the sequences of a replica",
+        key="train.batch",
     )
 
 
