@@ -113,7 +113,7 @@ class ReferencePass:
             self.tell(f"reference: log-probabilities of {count:,} answers by the initial model, {spent:.1f} s")
         train, *others = (
             ReferencedBatches(_inner(side), those)
-            for side, those in zip(sides, values.split([len(side) for side in sides]), strict=True)
+            for side, those in zip(sides, torch.split(values, [len(side) for side in sides]), strict=True)
         )
         validation = {
             name: replace(one, batches=batches)
