@@ -117,7 +117,7 @@ class WatchApp(App[None]):  # type: ignore[misc]  # where textual is not install
         self._is_help = not self._is_help
         self._draw()
 
-    def action_back(self) -> None:
+    async def action_back(self) -> None:
         """Leave the help."""
         self._is_help = False
         self._draw()
