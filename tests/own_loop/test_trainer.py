@@ -1,4 +1,4 @@
-"""The Trainer subclass of docs/explanation/frameworks.md, as it stands there, beside the Trainer's own DDP on two ranks."""
+"""The Trainer subclass of docs/explanation/frameworks.md, as it stands there, beside the Trainer's DDP on two ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ if os.environ["RANK"] == "0":
 
 def block() -> str:
     """The code of the page: the one block that defines the subclass."""
-    (found,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "_wrap_model" in one)
+    (found,) = (
+        one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.S) if "_wrap_model" in one
+    )
     return str(found)
 
 
