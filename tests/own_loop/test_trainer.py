@@ -1,4 +1,4 @@
-"""The Trainer subclass of docs/explanation/frameworks.md, as it stands there, beside the Trainer's own DDP."""
+"""The Trainer subclass of docs/explanation/frameworks.md, as it stands there, beside the Trainer's DDP on two ranks."""
 
 from __future__ import annotations
 

@@ -71,7 +71,9 @@ class Site:
         """Do something once a step is recorded; return what the command wrote to its outputs."""
         end_s = time.monotonic() + 180
         while not any(record["kind"] == "step" and record["step"] >= number for record in self.records()):
-            assert process.poll() is None and time.monotonic() < end_s, process.communicate()
+            if process.poll() is not None or time.monotonic() > end_s:
+                process.kill()
+                pytest.fail("\n".join(process.communicate()))
             time.sleep(0.1)
         act()
         return process.communicate(timeout=180)

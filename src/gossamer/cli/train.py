@@ -73,12 +73,17 @@ def train(
         Print which rank would run what, and whether it fits into memory; train no step.
     """
     names = _host_names(hosts)
-    ray_nodes = _ray_nodes(on, names, nnodes)
-    node = None if ray_nodes and node_rank is None else _node(names, node_rank, nnodes, rdzv_endpoint)
+    ray_nodes = _ray_nodes(nnodes, names, node_rank, rdzv_endpoint) if on == "ray" else 0
+    node = None if ray_nodes else _node(names, node_rank, nnodes, rdzv_endpoint)
     if plan is not None and not plan.is_file():
         raise bad_input(wanted="a plan.yaml", got=f"{plan}, which is no file", do="name a plan file", key="--plan")
     resolved = load(run, override)
     check_names(resolved)
+    if ray_nodes and (named := resolved.config.machines.hosts):
+        do = "leave out machines.hosts, or --on ray"
+        raise located(
+            bad_input(wanted="no hosts with --on ray", got=f"{named}", do=do, key="machines.hosts"), resolved.origin
+        )
     try:
         data = verbs.train_command(
             resolved, plan=plan, hosts=names, node=node, ray_nodes=ray_nodes, resume=resume, dry_run=dry_run
@@ -171,12 +176,12 @@ def _host_names(text: str) -> list[str]:
     return names
 
 
-def _ray_nodes(on: str | None, hosts: list[str], nodes: int | None) -> int:
-    """Return the number of nodes of a Ray cluster to start on; 0 for a run that is not."""
-    if on is None:
-        return 0
+def _ray_nodes(nodes: int | None, hosts: list[str], rank: int | None, endpoint: str | None) -> int:
+    """Return the number of nodes of a Ray cluster to start on."""
     if hosts:
         raise BadInput("--on ray takes its nodes from the cluster, --hosts names hosts for ssh: give one of them")
+    if rank is not None or endpoint is not None:
+        raise BadInput("--on ray numbers the nodes itself: leave out --node-rank and --rdzv-endpoint")
     if nodes is None or nodes < 1:
         got = "none" if nodes is None else f"{nodes}"
         raise bad_input(wanted="the number of nodes", got=got, do="add --nnodes 2, say", key="--nnodes")
