@@ -182,7 +182,7 @@ def test_messages_are_those_that_the_pages_quote(
         from gossamer.job.training_data import corpus_of
         from gossamer.job.worker import origin_for
 
-        verbs._planned(resolved, rest["plan"], rest["hosts"], rest["node"])
+        verbs._planned(resolved, rest["plan"], len(rest["hosts"] or ()))
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 
@@ -195,13 +195,14 @@ def test_messages_are_those_that_the_pages_quote(
     for command, said in refused + checked:
         code = main(shlex.split(command)[1:])
         out, err = capsys.readouterr()
-        assert code == (2 if "Invalid input:" in said else 0)
+        assert code == (2 if "Invalid input:" in said else 0), (command, out, err)
         assert masked(out + err) == masked(said), command
 
 
 def test_readme_trains_what_the_tutorial_does() -> None:
     """The first configuration that anybody sees is one, and an unknown key in it would be told."""
-    (text,) = blocks(ROOT / "README.md", "yaml")
+    text, chats = blocks(ROOT / "README.md", "yaml")
+    assert resolve(read_yaml(chats, "chats.yaml"), []).config.model.adapter == "lora"
     assert resolve(read_yaml(text, "run.yaml"), []).config.machines.processes == 2
     with pytest.raises(ValueError, match="there is no such key"):
         resolve(read_yaml(text.replace("batch:", "bach:"), "run.yaml"), [])
