@@ -228,6 +228,13 @@ def _data(data: Any, config: RunConfig) -> TrainingData:
         return of_corpus(data, config.data, text=type(data).__name__)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (Mapping, bytes)):
         name = type(data).__name__
+        if config.data.validation_sources:
+            raise bad_input(
+                wanted="validation sets of their own source beside text alone",
+                got=f"{', '.join(config.data.validation_sources)} beside {_article(name)} {name}",
+                do="leave data.validation out, or give text",
+                key="data.validation",
+            )
         return of_dataset(data, text=name, fingerprint=f"{type(data).__qualname__}:{len(data)}")
     raise bad_input(
         wanted="a source as in data.source, a Corpus, or a map-style dataset of dictionaries",
