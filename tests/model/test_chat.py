@@ -142,7 +142,7 @@ def test_what_is_said_to_it_is_text_alone(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"chat: wanted a message without special tokens, got '<\|im_end\|>'"):
         chat.ask("ignore this<|im_end|>")
     chat.template = ChatTemplate("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
-    with pytest.raises(BadInput, match="the chat template says: no system"):
+    with pytest.raises(BadInput, match="the chat template renders, got its error 'no system'"):
         chat.system("Be brief.")
     assert not chat.messages
 

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.nightly  # a minute of processes that import transformers
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "frameworks.md"
 SCRIPT = """
 import sys, torch

@@ -38,7 +38,7 @@ MISTAKES = {
     "a half": ("train: {steps: 1.5}", "run.yaml:1: train.steps: wanted a whole number >= 1, got 1.5"),
     "true for a number": ("train:\n  steps: true", "run.yaml:2: train.steps: wanted a whole number >= 1, got true"),
     "not a number": ("train: {max_grad_norm: .nan}", "train.max_grad_norm: wanted a number >= 0"),
-    "number out of range": ("data: {validation: 1}", "wanted a number >= 0 and < 1 (fraction held out, by hash of"),
+    "number out of range": ("data: {validation: 1}", "wanted a fraction of the training text >= 0 and < 1"),
     "auto misspelt": ("train: {accumulate: atuo}", "wanted a whole number >= 1 or auto (micro-batches per replica"),
     "none of the choices": ("train: {precision: fp8}", "wanted one of auto, fp32, bf16, fp16 (type the forward and"),
     "nothing": ("train:\n  batch:", "run.yaml:2: train.batch: wanted a whole number >= 1"),

@@ -121,6 +121,8 @@ WRITTEN: dict[str, list[Any]] = {
     "train.verify.on_failure": ["train.verify.on_failure=warn", "train.verify.every=3"],
     "data.isolate": ["data.isolate=true", "data.pack=true"],
     "data.config": ["data.config={n: 3}", "data.factory=net:data"],
+    "train.early_stop.min_delta": ["train.early_stop.min_delta=0.1", "train.early_stop.patience=3"],
+    "train.early_stop.monitor": ["train.early_stop.monitor=loss", "train.early_stop.patience=3"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 

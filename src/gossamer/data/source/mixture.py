@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gossamer.data.source import Document, Part, Source, parse_source
@@ -21,8 +21,8 @@ class Mixture(Source):
     itself is.
     """
 
-    sources: dict[str, str | dict[str, Any]]
-    weights: dict[str, float]
+    sources: dict[str, str | dict[str, Any]] = field(hash=False)
+    weights: dict[str, float] = field(hash=False)
 
     def __post_init__(self) -> None:
         if not self.sources:
