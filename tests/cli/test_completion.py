@@ -38,6 +38,6 @@ def test_bash_completes_commands_options_and_their_values(
     main(["completion", "bash"])
     (tmp_path / "script").write_text(capsys.readouterr().out)
     quoted = " ".join(f"'{word}'" for word in ["gossamer", *words])
-    program = f"source script; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _gossamer; echo ${{COMPREPLY[@]}}"
+    program = f"source ./script; COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _gossamer; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == completed
