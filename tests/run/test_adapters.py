@@ -137,8 +137,9 @@ def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -
         assert torch.allclose(one, other, atol=2e-4)
 
 
-@pytest.mark.parametrize("held", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("adapter", ["lora", "rslora", "lora_fa"])
+@pytest.mark.parametrize(
+    ("adapter", "held"), [("lora", "bf16"), ("lora", "int8"), ("rslora", "int4"), ("lora_fa", "int8")]
+)
 def test_on_a_base_in_blocks_it_is_peft_on_the_decoded_weights(
     pool: Pool, tmp_path: Path, base: str, adapter: str, held: str
 ) -> None:

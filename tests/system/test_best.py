@@ -11,6 +11,8 @@ from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
 from system.command import Place, records
 
+pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
+
 
 def trained(place: Place) -> Path:
     """Train until the loss of `books`, of which the highest is wanted, is no better twice: it falls from step 2 on."""

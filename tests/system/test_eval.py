@@ -16,6 +16,8 @@ from gossamer.spec.errors import BadInput
 from system.command import SIZES, Place, records
 from system.test_chats import settings
 
+pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
+
 CHANGES: dict[str, dict[str, Any]] = {
     "on two processes": {"machines": {"processes": 2}},
     "islands apart": {

@@ -12,6 +12,8 @@ import pytest
 from data.chats import tokenizer_folder
 from system.command import SIZES, WORDS, Place, losses, records
 
+pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
+
 
 def settings(place: Place, **sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     choose = random.Random(5)

@@ -6,7 +6,11 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from system.command import SIZES, Place, eventually, records
+
+pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
 
 
 def journal(folder: Path) -> list[dict[str, object]]:

@@ -15,6 +15,8 @@ from system.command import Place, records
 from system.test_chats import settings as chat_settings
 from system.test_data_factory import settings as factory_settings
 
+pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
+
 
 def settings(place: Place, **train: Any) -> dict[str, Any]:
     """A mixture is trained on; a part of it, chats, and another mixture are evaluated."""
