@@ -105,7 +105,7 @@ def test_a_host_twice(site: Site) -> None:
 
 
 def test_a_host_that_fails_before_the_meeting_ends_the_others(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossamer.launch.ssh._PATIENCE_S", 0.5)
+    monkeypatch.setattr("gossamer.launch.remote_hosts._PATIENCE_S", 0.5)
     text = (site.path / "python").read_text()
     broken = 'if [ "$1 $2 $WHO" = "-m gossamer b" ]; then echo "no licence" >&2; exit 9; fi\n'
     site.script("python", text.replace("#!/bin/sh\n", "#!/bin/sh\n" + broken))
