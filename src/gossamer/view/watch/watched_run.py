@@ -100,7 +100,9 @@ class WatchedRun:
         if isinstance(record, Verification) and record.named:
             said = f"step {record.step}: outvoted: rank {', '.join(map(str, record.named))}"
             self.news.append(News(record.time_s, "error", "verified", said))
+        inside = f"{self.directory.path.resolve()}/"  # who looks at a run knows where it is
         for word, text in lines_of(record):
+            text = text.replace(inside, "")
             self.news.append(News(record.time_s, _level(record), word, text))
 
     def _read_files(self) -> bool:
