@@ -107,8 +107,7 @@ def test_what_has_no_template_is_refused_or_gets_one(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = Path(shutil.copytree(run, tmp_path / "bare"))
-    file = bare / "tokenizer" / "identity.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "template": None}))
+    (bare / "tokenizer" / "chat_template.jinja").unlink()
     said = f"a chat template with the tokenizer of {bare}, got none.*--template FILE, .*: gossamer sample {bare} PROMPT"
     with pytest.raises(BadInput, match=said):
         gossamer.chat(bare)
