@@ -34,6 +34,7 @@ ROWS = (
     Row("lora_fa"),
     Row("lora_int8"),
     Row("lora", hosts=2),
+    Row("lora", hosts=2, apart=True),
     Row("full"),
     Row("full", peer="transformers"),
     Row("full", hosts=2),
@@ -48,7 +49,8 @@ def main() -> None:
     setting.prepare(folder)
     kept = Kept(folder / f"kept-{commit()}.json")
     missing = [] if importlib.util.find_spec("peft") else ["peft"]
-    rows = [row for row in (QUICK if asked.quick else ROWS) if not (row.peer and missing)]
+    wanted = [row for row in (QUICK if asked.quick else ROWS) if row.method in asked.methods]
+    rows = [row for row in wanted if not (row.peer and missing)]
     speed = {row: [] for row in rows}
     if "speed" in asked.parts:
         for turn in range(asked.rounds):
@@ -73,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     read.add_argument("--cache", default=f"{home}/gossamer-finetune")
     read.add_argument("--parts", default="speed,quality", type=lambda text: text.split(","))
+    read.add_argument("--methods", default=",".join(setting.METHODS), type=lambda text: text.split(","))
     read.add_argument("--steps", type=int, default=4, help="timed steps of a round")
     read.add_argument("--warm", type=int, default=2)
     read.add_argument("--rounds", type=int, default=3)
@@ -89,18 +92,18 @@ def _arguments() -> argparse.Namespace:
 
 
 def _timed(row: Row, turn: int, folder: Path, kept: Kept, asked: argparse.Namespace) -> dict[str, Any]:
-    key = json.dumps([row.method, row.hosts, row.peer, turn, asked.steps, asked.warm])
+    key = json.dumps([row.method, row.hosts, row.peer, row.apart, turn, asked.steps, asked.warm])
     found = kept.get(key)
     if found is None:
         found = measure(row, folder, steps=asked.steps, warm=asked.warm)
         kept.put(key, found)
     told = f"{found['step_s']:.2f} s, {found['peak_bytes'] / 2**20:.0f} MiB"
-    say(f"{row.peer or 'ours'} {row.method} on {row.hosts}: {told}")
+    say(f"{row.peer or 'ours'} {row.method} on {row.hosts}{' apart' * row.apart}: {told}")
     return found
 
 
 def _qualities(folder: Path, kept: Kept, asked: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    for method in setting.METHODS:
+    for method in asked.methods:
         found = []
         for seed in range(asked.seeds):
             key = json.dumps(["quality", method, seed, asked.quality_steps, asked.sequences])
@@ -120,6 +123,7 @@ def _qualities(folder: Path, kept: Kept, asked: argparse.Namespace) -> Iterator[
 
 
 def _row(row: Row, found: list[dict[str, Any]], quality: list[dict[str, Any]]) -> dict[str, Any]:
+    host = "1 core per host"
     tokens = row.hosts * setting.SEQUENCE * setting.ROWS
     step_s = median(one["step_s"] for one in found) if found else None
     learnt = quality if not row.peer else []
@@ -128,7 +132,7 @@ def _row(row: Row, found: list[dict[str, Any]], quality: list[dict[str, Any]]) -
         "hosts": row.hosts,
         "peer": next((one["version"] for one in found if "version" in one), row.peer) or None,
         "exchange": row.exchange,
-        "setting": f"1 core per host, {setting.RATE}" if row.hosts > 1 else "1 core",
+        "setting": f"{host}, apart" if row.apart else f"{host}, {setting.RATE}" if row.hosts > 1 else "1 core",
         "step_s": step_s,
         "step_s_of_rounds": [one["step_s"] for one in found],
         "tokens_per_s": tokens / step_s if step_s else None,
@@ -151,22 +155,33 @@ def _targets(rows: list[dict[str, Any]]) -> dict[str, Any]:
         )
         return round(median(a / b for a, b in pairs), 4)
 
-    def find(method: str, hosts: int, *, peer: bool) -> dict[str, Any] | None:
-        return next(
-            (r for r in rows if (r["method"], r["hosts"], r["peer"] is not None) == (method, hosts, peer)), None
-        )
+    def find(method: str, hosts: int, *, peer: bool = False, apart: bool = False) -> dict[str, Any] | None:
+        wanted = (method, hosts, peer, apart)
+        known = ((r["method"], r["hosts"], r["peer"] is not None, "apart" in r["setting"]) for r in rows)
+        return next((row for row, one in zip(rows, known, strict=True) if one == wanted), None)
 
     found: dict[str, Any] = {}
     for method in ("lora", "full"):
-        ours, peer, two = find(method, 1, peer=False), find(method, 1, peer=True), find(method, 2, peer=False)
+        ours, peer, two, apart = (
+            find(method, 1),
+            find(method, 1, peer=True),
+            find(method, 2),
+            find(method, 2, apart=True),
+        )
         found[f"{method}: tokens/s of the peer's (0.98)"] = ratio(peer, ours, "step_s_of_rounds")
         found[f"{method}: memory of the peer's (1.02)"] = ratio(ours, peer, "peak_bytes")
         found[f"{method}: tokens/s per host on two hosts, of one host's (0.95)"] = ratio(ours, two, "step_s_of_rounds")
+        if apart is not None:
+            found[f"{method}: of one host's beside another one on this machine"] = ratio(apart, two, "step_s_of_rounds")
     return found
 
 
 def _left_out(rows: list[Row], missing: list[str], asked: argparse.Namespace) -> list[str]:
-    found = [f"{row.peer or 'ours'} {row.method} on {row.hosts} host(s)" for row in ROWS if row not in rows]
+    found = [
+        f"{row.peer or 'ours'} {row.method} on {row.hosts} host(s){' apart' * row.apart}"
+        for row in ROWS
+        if row not in rows
+    ]
     found += [f"package {name} is not installed: pip install {name}" for name in missing]
     return found + ([] if asked.seeds and "quality" in asked.parts else ["bits per byte of answers"])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.spec.registry import Registry
 
-_SLAB = 1 << 20  # elements that are decoded at a time, so that what decoding computes with stays small
+_SLAB = 1 << 18  # elements that are decoded at a time, so that what decoding computes with stays small
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,11 @@ class WeightFormat(ABC):
     def decode(self, blocks: Blocks, columns: int) -> Tensor:
         """Return the matrix (rows, columns) in float32, or the type that the blocks are of; new memory, or a view."""
 
-    def decoded(self, blocks: Blocks, columns: int, dtype: torch.dtype) -> Tensor:
-        """Return the matrix (rows, columns) in `dtype` and new memory, decoded in slabs of rows."""
+    def decoded(self, blocks: Blocks, columns: int, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return the matrix (rows, columns) in `dtype`, decoded in slabs of rows: in `out`, or in new memory."""
         rows = blocks.codes.shape[0]
-        out = torch.empty(rows, columns, dtype=dtype, device=blocks.codes.device)
+        if out is None:
+            out = torch.empty(rows, columns, dtype=dtype, device=blocks.codes.device)
         step = max(1, _SLAB // max(1, columns))
         for start in range(0, rows, step):
             out[start : start + step] = self.decode(blocks.rows(start, start + step), columns)
