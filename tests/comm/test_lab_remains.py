@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,14 @@ def test_a_process_that_took_the_owners_number_does_not_protect_it(tmp_path, mon
     state = json.loads((tmp_path / f"{prefix}.json").read_text())
     (tmp_path / f"{prefix}.json").write_text(json.dumps({**state, "started": state["started"] - 1}))
     assert cleanup.sweep() == (prefix,) and cleanup.standing() == ()
+
+
+def test_threads_of_one_process_claim_names_of_their_own():
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: cleanup.claim(()), range(64))]
+    try:
+        assert len(set(found)) == 64 and set(found) <= set(standing())
+        assert not [*cleanup.folder().glob(".gsm*")]
+    finally:
+        for prefix in found:
+            cleanup.remove(prefix)

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ def claim(cgroup_roots: Iterable[str]) -> str:
     for number in range(10_000):
         prefix = f"gsm{pid}x{number}"
         state = {"prefix": prefix, "pid": pid, "started": started(pid), "cgroups": [f"{r}/{prefix}" for r in roots]}
-        beside = folder() / f".{prefix}.{os.getpid()}"
+        beside = folder() / f".{prefix}.{threading.get_native_id()}"  # several threads may make one at a time
         beside.write_text(json.dumps(state), "utf-8")
         try:
             os.link(beside, folder() / f"{prefix}.json")  # fails where the name is taken; never half a file
