@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from functools import lru_cache
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}
@@ -29,7 +30,7 @@ def lab_unavailable() -> str | None:
 
 
 def _tried() -> str | None:
-    name = f"gsm{os.getpid()}probe"
+    name = f"gsm{threading.get_native_id()}probe"  # several threads may try at a time
     steps = (
         ["ip", "netns", "add", name],
         ["ip", "-n", name, "link", "add", "name", "br", "type", "bridge"],
