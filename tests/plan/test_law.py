@@ -308,3 +308,18 @@ def test_ones_own_loop_is_asked_too(other: str, at_the_doors: Path) -> None:
         ) == str(error)
     else:
         assert not law
+
+
+@pytest.mark.parametrize(
+    ("sharding", "optimizer", "wanted"),
+    [
+        ("zero2", "lamb", "set plan.sharding to {zero2: {whole: true}}, which gives every parameter one owner"),
+        ({"zero1": {"whole": True}}, "lamb", ""),
+        ({"zero3": {"whole": True}}, "muon", ""),
+        ({"zero1": {"whole": True}}, {"muon": {"rest": "zero_one_adam"}}, "the same by rows or by whole parameters"),
+        ({"zero1": {"whole": True}}, "zero_one_adam", "the same by rows or by whole parameters"),
+    ],
+)
+def test_optimizers_of_whole_parameters(sharding: Any, optimizer: Any, wanted: str, at_the_doors: Path) -> None:
+    law = said(trained, {"plan": {"sharding": sharding}}, {"train": {"optimizer": optimizer}}, at_the_doors)
+    assert wanted in law if wanted else not law

@@ -203,6 +203,38 @@ class Lars(Layered):
 
 
 @dataclass
+class Muon(Rule):
+    """Matrices by the orthogonal factor of their momentum, the embedding and others by AdamW, `rest` times as fast."""
+
+    rest: float = 0.5
+    u: float = 0.95
+    decay: float = 0.1
+    held: dict[str, Vector] = field(default_factory=dict)
+    others: AdamW | None = None
+
+    def move(self, w: Vector, g: Vector, rate: float, t: int, *, apart: bool) -> Vector:
+        self.others = self.others or AdamW(self.task)
+        found = self.others.move(w, g, rate * self.rest, t, apart=apart)
+        for name, (at, shape) in self.task.spans().items():
+            if len(shape) != 2 or "embed" in name:
+                continue
+            held = self.held[name] = self.u * self.held.get(name, 0.0) + (1 - self.u) * g[at]
+            x = ((1 - self.u) * g[at] + self.u * held).reshape(shape)
+            factor = 0.2 * np.sqrt(max(shape)) * self.orthogonal(x)
+            found[at] = w[at] * (1 - rate * self.decay) - rate * factor.ravel()
+        return found
+
+    def orthogonal(self, x: Vector) -> Vector:
+        if x.shape[0] > x.shape[1]:
+            return self.orthogonal(x.T).T
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            y = x @ x.T
+            x = 3.4445 * x - 4.775 * y @ x + 2.0315 * y @ y @ x
+        return x
+
+
+@dataclass
 class OneBitLamb(Lamb):
     """LAMB, then its second moments and ratios as they were at `freeze`, but for what the momentum tells."""
 

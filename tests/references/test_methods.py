@@ -15,7 +15,7 @@ from pool import Pool
 from references.exchanges import Feedback, Momentum, TopK, TwoShot, WarmUp, sign
 from references.loops import Apart, Co2, Cser, Gossip, OneByte, Rules, ZeroOne, together
 from references.outer import Average, Hypergradient, Nesterov, SignMomentum, SlowMomentum, StaleMomentum
-from references.rules import AdamW, CommonAdamW, Lamb, Lans, Lars, OneBitAdam, OneBitLamb, Sgd, ZeroOneAdam
+from references.rules import AdamW, CommonAdamW, Lamb, Lans, Lars, Muon, OneBitAdam, OneBitLamb, Sgd, ZeroOneAdam
 from references.task import WARMUP, Task, Vector
 
 Reference = Callable[[Task], Vector]
@@ -52,6 +52,8 @@ class Row:
 
 SGD = {"sgd": {"lr": 0.1}}
 ADAM = {"adamw": {"lr": 0.01}}
+WHOLE = {"zero1": {"whole": True}}
+MUON = {"muon": {"lr": 0.02, "rest": {"adamw": {"lr": 0.01}}}}
 ALONE = ((0,), (1,))
 PAIRS = ((0, 1), (2, 3))
 
@@ -92,6 +94,23 @@ TABLE: dict[str, Row] = {
     "lamb": Row(rule={"lamb": {"lr": 0.02}}, to=every_step(Lamb)),
     "lans": Row(rule={"lans": {"lr": 0.02}}, to=every_step(Lans)),
     "lars": Row(rule={"lars": {"lr": 1.0, "trust_coefficient": 0.02}}, to=every_step(Lars)),
+    "muon": Row(rule=MUON, to=every_step(Muon)),
+    "muon, zero1": Row(rule=MUON, to=every_step(Muon), plan={"sharding": WHOLE}),
+    "muon, zero2": Row(rule=MUON, to=every_step(Muon), plan={"sharding": {"zero2": {"whole": True}}}, rows=(3, 2, 3)),
+    "muon, zero3": Row(
+        rule=MUON, to=every_step(Muon), plan={"sharding": {"zero3": {"whole": True}}}, rows=(4, 4), frozen=("norm",)
+    ),
+    "muon, zero2 on islands": Row(
+        rule=MUON, to=every_step(Muon), plan={"sharding": {"zero2": {"whole": True}}}, rows=(3, 2, 2, 1),
+        islands=PAIRS,
+    ),
+    "muon, zero3 on islands": Row(
+        rule=MUON, to=every_step(Muon), plan={"sharding": {"zero3": {"whole": True, "weights_group": "island"}}},
+        rows=(2, 2, 2, 2), islands=PAIRS,
+    ),
+    "lamb, zero1": Row(
+        rule={"lamb": {"lr": 0.02}}, to=every_step(Lamb), plan={"sharding": WHOLE}, rows=(4, 4)
+    ),
     "error feedback, topk": Row(rule=SGD, to=every_step(Sgd, lambda: Feedback(TopK(0.2))), plan={
         "exchange": {"error_feedback": TOP}}),
     "error feedback, signs": Row(rule={"sgd": {"lr": 0.5}}, to=every_step(Sgd, lambda: Feedback(TwoShot(sign))), plan={
@@ -119,6 +138,15 @@ TABLE: dict[str, Row] = {
         rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5}}, to=every_step(OneBitLamb, one_bit), clip=0.0,
         plan={"exchange": MOMENTUM},
     ),
+    "1-bit adam: signs, zero1": Row(
+        rule={"one_bit_adam": {"lr": 0.01, "freeze_step": 5}}, to=every_step(OneBitAdam, one_bit), clip=0.0,
+        plan={"exchange": MOMENTUM, "sharding": WHOLE},
+    ),
+    "1-bit lamb: signs, zero1": Row(
+        rule={"one_bit_lamb": {"lr": 0.02, "freeze_step": 5}}, to=every_step(OneBitLamb, one_bit), clip=0.0,
+        plan={"exchange": MOMENTUM, "sharding": WHOLE},
+    ),
+    "lans, zero1": Row(rule={"lans": {"lr": 0.02}}, to=every_step(Lans), plan={"sharding": WHOLE}),
     "just one byte": Row(
         rule={"sgd": {"lr": 0.1}}, to=OneByte(2, 1e-2).run, clip=1.5,
         plan=synced("just_one_byte", directions=2, epsilon=1e-2),
@@ -160,6 +188,9 @@ TABLE: dict[str, Row] = {
     ),
     "diloco, frozen layers": Row(
         rule=ADAM, to=apart(Apart(Nesterov, 4)), plan=synced("diloco", sync_every=4), steps=13, frozen=("layers.0",)
+    ),
+    "muloco": Row(
+        rule=MUON, to=apart(Apart(Nesterov, 4), Muon), steps=13, plan=synced("diloco", sync_every=4)
     ),
     "streaming diloco": Row(
         rule=ADAM, to=apart(Apart(partial(Nesterov, lr=0.4), 6, HALVES, delay=2, mix=0.5)), steps=14,

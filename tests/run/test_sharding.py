@@ -28,7 +28,7 @@ EXCHANGES: list[Any] = [
 ]
 
 
-def sections(states: str, exchange: Any = "dense", **train: Any) -> dict[str, dict[str, Any]]:
+def sections(states: Any, exchange: Any = "dense", **train: Any) -> dict[str, dict[str, Any]]:
     return {"plan": {"sharding": states, "exchange": exchange}, "train": train}
 
 
@@ -116,7 +116,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, states: s
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-OTHERS = [
+WHOLE: dict[str, Any] = {"zero1": {"whole": True}}
+OTHERS: list[tuple[Any, int, Any]] = [
     ("zero1", 3, "zero1"),
     ("zero1", 1, "none"),
     ("none", 2, "zero1"),
@@ -124,12 +125,14 @@ OTHERS = [
     ("zero3", 1, "none"),
     ("none", 2, "zero3"),
     ("zero3", 2, "zero2"),
+    (WHOLE, 3, {"zero3": {"whole": True}}),
+    (WHOLE, 2, "zero2"),
 ]
 
 
 @pytest.mark.parametrize(("before", "ranks", "after"), OTHERS)
 def test_states_fit_other_ranks_and_other_shardings(
-    pool: Pool, tmp_path: Path, before: str, ranks: int, after: str
+    pool: Pool, tmp_path: Path, before: Any, ranks: int, after: Any
 ) -> None:
     straight = pool.run("run.jobs:train", 1, folder=str(tmp_path / "straight"), steps=8, values=True)
     folder = str(tmp_path / "parts")

@@ -36,6 +36,11 @@ class Optimizer(ABC):
         return True
 
     @property
+    def by_parameter(self) -> bool:
+        """Return whether each parameter is updated by itself, so that one rank may own all of it and its states."""
+        return True
+
+    @property
     def can_start_local(self) -> bool:
         """Return whether local steps may start with the first step, without synchronous warm-up."""
         return True

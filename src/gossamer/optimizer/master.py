@@ -37,6 +37,10 @@ class Master(Optimizer):
         return self.inner.by_element
 
     @property
+    def by_parameter(self) -> bool:
+        return self.inner.by_parameter
+
+    @property
     def can_start_local(self) -> bool:
         return self.inner.can_start_local
 

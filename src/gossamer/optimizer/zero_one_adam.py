@@ -58,6 +58,10 @@ class ZeroOneAdam(Adaptive):
         return False
 
     @property
+    def by_parameter(self) -> bool:
+        return False  # its rounds of signs are not known to be the same where states are sharded
+
+    @property
     def by_element(self) -> bool:
         return False
 

@@ -73,6 +73,11 @@ class Sharding(ABC):
         return None
 
     @property
+    def by_parameter(self) -> bool:
+        """Return whether one rank has all rows of a parameter, as optimizers that are not element-wise need it."""
+        return False
+
+    @property
     def needs_islands(self) -> bool:
         """Return whether the method requires islands."""
         return False
@@ -90,7 +95,7 @@ class Sharding(ABC):
 
     def deal(self, levels: ProcessGroups) -> RowPartition:
         """Return the partition of rows over the ranks of these process groups."""
-        return RowPartition(levels, self.path(levels), int(self.takes_parameters), self.gives_back)
+        return RowPartition(levels, self.path(levels), int(self.takes_parameters), self.gives_back, self.by_parameter)
 
     def check(self, levels: ProcessGroups) -> None:
         """Raise BadInput where the method cannot serve these process groups; called when all of them are known."""

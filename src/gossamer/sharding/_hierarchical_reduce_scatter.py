@@ -56,6 +56,7 @@ class HierarchicalReduceScatter(Exchange):
 
     between: Exchange
     inside: Codec | None = None
+    whole: bool = False
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -69,8 +70,8 @@ class HierarchicalReduceScatter(Exchange):
         return ExchangeState(inner=(self.between.init(layout),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        here, (inner,) = _place(x.layout, at.levels, at.rank), state.inner
-        parts = parts_of(x.layout, len(here.runs))
+        here, (inner,) = self._place(x.layout, at.levels, at.rank), state.inner
+        parts = parts_of(x.layout, len(here.runs), whole=self.whole)
         own = parts[here.me] if here.me < len(parts) else ()
         lost = torch.zeros_like(x.flat, dtype=torch.float32) if at.accounts and not self.traits.lossless else None
         island = yield from self._reduce(x, here, parts, at, lost)
@@ -134,12 +135,12 @@ class HierarchicalReduceScatter(Exchange):
         return self.between.rounding_error_weight(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        here = _place(layout, levels, rank)
+        here = self._place(layout, levels, rank)
         return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         if not _is_one(levels):
-            check_across(self.between, layout, levels, dealt)
+            check_across(self.between, layout, levels, self._dealt)
 
     def _inside(self, here: IslandShare, levels: ProcessGroups) -> Traffic:
         """Return the message inside the island."""
@@ -154,25 +155,27 @@ class HierarchicalReduceScatter(Exchange):
         """Return the elements of the message about a range: numbers, or encoded bytes."""
         return run.numel if self.inside is None or not run.numel else self.inside.nbytes(run.numel)
 
+    def _place(self, layout: Layout, levels: ProcessGroups, rank: int) -> IslandShare:
+        if _is_one(levels):  # keep all islands, so that rows have the same owners as in synchronous steps
+            levels = ProcessGroups({"all": (levels.everyone,), "island": levels.groups["all"]})
+        return IslandShare.of(layout, levels, rank, self._dealt)
+
+    def _dealt(self, layout: Layout, owners: int) -> tuple[OwnerRange, ...]:
+        return dealt(layout, owners, whole=self.whole)
+
 
 def _is_one(levels: ProcessGroups) -> bool:
     """Return whether the gradients are averaged within one island only."""
     return "island" not in levels.groups
 
 
-def _place(layout: Layout, levels: ProcessGroups, rank: int) -> IslandShare:
-    if _is_one(levels):  # keep all islands, so that rows have the same owners as in synchronous steps
-        levels = ProcessGroups({"all": (levels.everyone,), "island": levels.groups["all"]})
-    return IslandShare.of(layout, levels, rank, dealt)
-
-
-def dealt(layout: Layout, owners: int) -> tuple[OwnerRange, ...]:
+def dealt(layout: Layout, owners: int, *, whole: bool = False) -> tuple[OwnerRange, ...]:
     """Return the rows of every owner, one owner after the other: their ranges in the reordered bucket."""
     found, start = [], 0
     for owner in range(owners):
         entries, numel = [], 0
         for e in layout.entries:
-            rows = rows_of(e.name, e.shape, owners)[owner]
+            rows = rows_of(e.name, e.shape, owners, whole=whole)[owner]
             shape = e.shape if rows.count == (e.shape[0] if e.shape else 1) else (rows.count, *e.shape[1:])
             entry = Entry(e.name, shape, numel)
             if rows.count and entry.numel:

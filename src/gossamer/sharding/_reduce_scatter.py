@@ -38,6 +38,7 @@ class ReduceScatter(Exchange):
     """A reduce-scatter in the bucket's own type, or through a codec; it zeroes other ranks' rows of the bucket."""
 
     codec: Codec | None = None
+    whole: bool = False
 
     @property
     def traits(self) -> ExchangeTraits:
@@ -47,7 +48,7 @@ class ReduceScatter(Exchange):
         return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        parts, me = parts_of(x.layout, len(at.members)), at.place
+        parts, me = parts_of(x.layout, len(at.members), whole=self.whole), at.place
         rows = torch.stack([packed(x.flat, part, most(parts)) for part in parts])  # (ranks, most)
         own = rows[me].float() * at.share  # a copy: the rows become what is lost
         sent, key, lost = rows, key_of(at, x.layout), None
@@ -71,7 +72,7 @@ class ReduceScatter(Exchange):
         return 1.0
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        parts = parts_of(layout, len(levels.group("all", rank)))
+        parts = parts_of(layout, len(levels.group("all", rank)), whole=self.whole)
         if self.codec is None:
             return (Traffic(Collective.SHUFFLE, len(parts) * most(parts), layout.dtype.itemsize),)
         return (Traffic(Collective.SHUFFLE, len(parts) * self.codec.nbytes(most(parts)), 1),)
@@ -82,9 +83,9 @@ class ReduceScatter(Exchange):
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do)
 
 
-def parts_of(layout: Layout, ranks: int) -> tuple[RowPart, ...]:
-    """Return the ranges of every rank's rows in a bucket, by rank."""
-    deal = RowPartition(ProcessGroups.flat(ranks), ("all",))
+def parts_of(layout: Layout, ranks: int, *, whole: bool = False) -> tuple[RowPart, ...]:
+    """Return the ranges of every rank's rows in a bucket, by rank; `whole`: as in RowPartition."""
+    deal = RowPartition(ProcessGroups.flat(ranks), ("all",), whole=whole)
     return tuple(deal.part(layout, rank) for rank in range(ranks))
 
 

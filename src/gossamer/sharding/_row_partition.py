@@ -32,15 +32,15 @@ class RowRange:
         return RowRange(self.start - other.start, self.count)
 
 
-def rows_of(name: str, shape: Sequence[int], ranks: int) -> tuple[RowRange, ...]:
+def rows_of(name: str, shape: Sequence[int], ranks: int, *, whole: bool = False) -> tuple[RowRange, ...]:
     """Return the rows of a parameter by rank, as equal as possible.
 
-    With fewer rows than ranks one rank has all of them. The name decides which one, and which ranks have one row more
-    where counts cannot be equal; over many parameters that evens out.
+    With fewer rows than ranks, and of `whole` parameters, one rank has all of them. The name decides which one, and
+    which ranks have one row more where counts cannot be equal; over many parameters that evens out.
     """
     count = shape[0] if shape else 1
     first = zlib.crc32(name.encode()) % ranks
-    if count < ranks:
+    if whole or count < ranks:
         return tuple(RowRange(0, count if rank == first else 0) for rank in range(ranks))
     each, more = divmod(count, ranks)
     sizes = [each + ((rank - first) % ranks < more) for rank in range(ranks)]
@@ -56,13 +56,15 @@ class RowPartition:
     a counterpart on all islands.
 
     `kept`: along how many levels, from the first, parameters stay sharded. Updated rows are gathered along the others.
-    `gives_back`: whether a rank keeps only its rows of the gradients too.
+    `gives_back`: whether a rank keeps only its rows of the gradients too. `whole`: whether one rank has all rows of a
+    parameter, for optimizers that need it as it is.
     """
 
     levels: ProcessGroups
     path: tuple[str, ...] = ()
     kept: int = 0
     gives_back: bool = False
+    whole: bool = False
 
     @property
     def back(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class RowPartition:
     @property
     def of_parameters(self) -> RowPartition:
         """Return the partition of the parameters themselves, which are gathered along all its levels for use."""
-        return RowPartition(self.levels, self.path[: self.kept])
+        return RowPartition(self.levels, self.path[: self.kept], whole=self.whole)
 
     def rows(self, name: str, shape: Sequence[int], rank: int) -> RowRange:
         """Return the rows of a parameter that `rank` has."""
@@ -81,7 +83,7 @@ class RowPartition:
             owners = self.owners(level, rank)
             if rank not in owners:
                 return RowRange(0, 0)
-            inner = rows_of(name, (mine.count,), len(owners))[owners.index(rank)]
+            inner = rows_of(name, (mine.count,), len(owners), whole=self.whole)[owners.index(rank)]
             mine = RowRange(mine.start + inner.start, inner.count)
         return mine
 

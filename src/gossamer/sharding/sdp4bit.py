@@ -41,13 +41,15 @@ from gossamer.spec.errors import bad_input
 class Sdp4bit(Sharding):
     """Sharded optimizer states (ZeRO stage 1) with quantized gradients and quantized weight updates.
 
-    Gradients are quantized where plan.exchange is dense. Any other exchange, and `shard_group`, work as in zero1.
+    Gradients are quantized where plan.exchange is dense. Any other exchange, `shard_group` and `whole` work as in
+    zero1.
     """
 
     weights: Codec | None = field(default_factory=lambda: Int4(block_size=2048, stochastic=True))
     gradients: Codec | None = field(default_factory=lambda: Hadamard(Int4(stochastic=True)))
     intra_gradients: Codec | None = field(default_factory=lambda: Hadamard(Int8(block_size=512, stochastic=True)))
     shard_group: Literal["all", "island"] = "all"
+    whole: bool = False
 
     def __post_init__(self) -> None:
         coded = {"weights": self.weights, "gradients": self.gradients, "intra_gradients": self.intra_gradients}
@@ -65,6 +67,10 @@ class Sdp4bit(Sharding):
         return self.weights
 
     @property
+    def by_parameter(self) -> bool:
+        return self.whole
+
+    @property
     def needs_islands(self) -> bool:
         return self.shard_group == "island"
 
@@ -76,4 +82,4 @@ class Sdp4bit(Sharding):
             given = Dense() if self.gradients is None else TwoShot(self.gradients)
             if "island" in path:
                 given = Hierarchical(given, self.intra_gradients)
-        return Zero1(self.shard_group).exchange(given, path)
+        return Zero1(self.shard_group, self.whole).exchange(given, path)

@@ -15,7 +15,8 @@ plan.exchange says of `hierarchical` (inside, between) is done on these ways.
 Paper:   Rajbhandari et al., ZeRO, SC 2020, arXiv 1910.02054, stage 1. Rows, and not a flat range: rules see tensors of
 their own number of dimensions. Two hops: Wang et al., ZeRO++, arXiv 2306.10209; a level for states alone: Xu et al.,
 arXiv 2501.04266 (partitions of three levels on Frontier).
-Good when: the rule's state is much of the memory.   Not for: rules that look at norms of whole parameters (LAMB).
+Good when: the rule's state is much of the memory. Rules that look at whole parameters (LAMB, Muon) need `whole`: each
+parameter then has one owner, and a bucket's message is as long as if all owners had as much as the one with the most.
 """
 
 from __future__ import annotations
@@ -38,13 +39,21 @@ from gossamer.sharding._row_partition import path_of
 
 @dataclass(frozen=True, slots=True)
 class Zero1(Sharding):
-    """Sharded optimizer states (ZeRO stage 1), over `all` ranks with the same parameters or inside each `island`."""
+    """Sharded optimizer states (ZeRO stage 1), over `all` ranks with the same parameters or inside each `island`.
+
+    `whole`: a parameter is one rank's, with all its rows: for optimizers that look at whole parameters.
+    """
 
     shard_group: Literal["all", "island"] = "all"
+    whole: bool = False
 
     @property
     def is_sharded(self) -> bool:
         return True
+
+    @property
+    def by_parameter(self) -> bool:
+        return self.whole
 
     @property
     def needs_islands(self) -> bool:
@@ -57,24 +66,23 @@ class Zero1(Sharding):
         if isinstance(given, ErrorFeedback):
             return replace(given, inner=self.exchange(given.inner, path))
         if list(path) == ["all"]:
-            return _scattered(given)
+            return _scattered(given, whole=self.whole)
         if isinstance(given, Dense):
             given = Hierarchical(given)
         elif isinstance(given, TwoShot) and given.codec.traits.fixed_size:
             given = Hierarchical(given, given.codec)
         if not isinstance(given, Hierarchical) or not is_by_number(given.inter):
             return given
-        return HierarchicalReduceScatter(
-            _scattered(given.inter) if "between" in path else given.inter, given.intra_codec
-        )
+        between = _scattered(given.inter, whole=self.whole) if "between" in path else given.inter
+        return HierarchicalReduceScatter(between, given.intra_codec, self.whole)
 
 
-def _scattered(given: Exchange) -> Exchange:
+def _scattered(given: Exchange, *, whole: bool) -> Exchange:
     """Return a reduce-scatter to the owners of rows in one hop, where the exchange has one."""
     if isinstance(given, Dense):
-        return ReduceScatter()
+        return ReduceScatter(whole=whole)
     if isinstance(given, TwoShot) and given.codec.traits.fixed_size:
-        return ReduceScatter(given.codec)
+        return ReduceScatter(given.codec, whole)
     if isinstance(given, ErrorFeedback):
-        return replace(given, inner=_scattered(given.inner))
+        return replace(given, inner=_scattered(given.inner, whole=whole))
     return given

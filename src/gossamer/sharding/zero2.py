@@ -26,13 +26,21 @@ from gossamer.sharding.zero1 import Zero1
 
 @dataclass(frozen=True, slots=True)
 class Zero2(Sharding):
-    """Sharded optimizer states and gradients (ZeRO stage 2), over `all` ranks or inside each `island`."""
+    """Sharded optimizer states and gradients (ZeRO stage 2), over `all` ranks or inside each `island`.
+
+    `whole`: as in zero1.
+    """
 
     shard_group: Literal["all", "island"] = "all"
+    whole: bool = False
 
     @property
     def is_sharded(self) -> bool:
         return True
+
+    @property
+    def by_parameter(self) -> bool:
+        return self.whole
 
     @property
     def needs_islands(self) -> bool:
@@ -46,4 +54,4 @@ class Zero2(Sharding):
         return Zero1(self.shard_group).path(levels)
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
-        return Zero1(self.shard_group).exchange(given, path)
+        return Zero1(self.shard_group, self.whole).exchange(given, path)

@@ -56,11 +56,12 @@ class Zero3(Sharding):
 
     `weights_group`: sharded over `all` ranks with the same parameters, or inside each `island` (hybrid sharding).
     `states_group`: optimizer states and gradients sharded over `all`, or with weights inside an island also inside each
-    `island`.
+    `island`. `whole`: as in zero1.
     """
 
     weights_group: Literal["all", "island"] = "all"
     states_group: Literal["all", "island"] = "all"
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.states_group == "island" and self.weights_group == "all":
@@ -84,6 +85,10 @@ class Zero3(Sharding):
         return True
 
     @property
+    def by_parameter(self) -> bool:
+        return self.whole
+
+    @property
     def needs_islands(self) -> bool:
         return self.weights_group == "island"
 
@@ -93,4 +98,4 @@ class Zero3(Sharding):
         return ("island",) if self.states_group == "island" else ("island", "between")
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
-        return Zero1().exchange(given, path)
+        return Zero1(whole=self.whole).exchange(given, path)

@@ -71,13 +71,20 @@ def sharding_with_policy(recipe: Recipe) -> BadInput | None:
 
 
 def sharding_with_optimizer(recipe: Recipe) -> BadInput | None:
-    """Return an error for sharded states with an optimizer that needs full parameters."""
-    if not recipe.sharding.is_sharded or recipe.optimizer.by_element:
+    """Return an error for states sharded by rows with an optimizer that needs whole parameters."""
+    sharding = recipe.sharding
+    rule, got = recipe.optimizer, f"train.optimizer {told(recipe.config.train.optimizer)}"
+    if not sharding.is_sharded or rule.by_element or (sharding.by_parameter and rule.by_parameter):
         return None
+    if not rule.by_parameter:
+        wanted = "an optimizer that is the same by rows or by whole parameters, such as adamw or lamb"
+        return bad_input(wanted=wanted, got=got, do=_WHOLE, key="plan.sharding")
+    written = MethodConfig.parse(recipe.plan.sharding)
+    inside = ", ".join(f"{key}: {value}" for key, value in {**written.parameters, "whole": "true"}.items())
     return bad_input(
-        wanted="an element-wise optimizer such as adamw, as no rank holds a full parameter",
-        got=f"train.optimizer {told(recipe.config.train.optimizer)}",
-        do=_WHOLE,
+        wanted="an element-wise optimizer such as adamw, as no rank holds a whole parameter",
+        got=got,
+        do=f"set plan.sharding to {{{written.name}: {{{inside}}}}}, which gives every parameter one owner",
         key="plan.sharding",
     )
 

@@ -48,7 +48,10 @@ class OptimizerSlots(Stateful):
             name = f"optim/{slot}/{param}"
             if self.states.is_sharded:
                 copies = SliceCopies.SPARE if self.states.is_spare and not self.outer.is_apart else SliceCopies.SHARDED
-                where = row_slice(name, self.states.params[param], rows, tensor, self.members.version_of_shards)
+                if not tensor.dim() and not rows.count:
+                    continue  # one number for the whole parameter, which another rank owns
+                shaped = self.states.params[param] if tensor.dim() else tensor
+                where = row_slice(name, shaped, rows, tensor, self.members.version_of_shards)
                 yield StateSlice(where, tensor, copies)
             elif self.outer.is_apart:
                 yield StateSlice.whole(name, tensor, SliceCopies.PRIVATE, self.members.rank)

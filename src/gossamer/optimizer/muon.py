@@ -1,0 +1,254 @@
+"""Muon: every matrix moves by the orthogonal factor of its momentum; all other parameters follow another optimizer.
+
+Paper: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; the scale `match_rms`: Liu et al. 2025,
+arXiv:2502.16982 (Moonlight). The reference is torch.optim.Muon.
+Equations, for a matrix W (A, B) and rate a = lr * lr_scale:
+    m <- u m + (1 - u) g ;   n = (1 - u) g + u m  with `nesterov`, else m
+    x = n / |n|_F ;   `iterations` times:  x <- p x + (q y + r y^2) x,  y = x x^T
+    w <- w (1 - a weight_decay) - a s x
+    s = 0.2 sqrt(max(A, B)) (`match_rms`: steps as long as AdamW's, whose rates carry over)
+    s = sqrt(max(1, A / B)) (`original`)
+Symbols: g gradient, m `momentum` (state), u momentum, |.|_F the Frobenius norm; (p, q, r) = (3.4445, -4.775, 2.0315),
+with which singular values of x above 0.05 end between 0.6 and 1.25. x x^T is taken on the shorter side.
+State:   1 tensor per matrix; that of `rest` for the others.   Work: (4 A^2 B + 2 A^3) flop an iteration, A the shorter
+side: with few tokens in a step as much as the step itself.
+Good when: batches are large and matrices too.   Not for: embeddings, heads, routers, norms and biases, which `rest`
+moves: two dimensions do not tell a matrix from these, names do.
+Unlike torch: iterations in float32 unless `dtype` says bfloat16 (faster on GPUs, and then bit for bit torch's).
+Fused projections are orthogonalized part by part (`fused`), since one block would dominate the others.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer.adamw import AdamW
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.suggest import nearest
+from gossamer.spec.validate import below_one, not_negative, positive
+
+_P, _Q, _R = 3.4445, -4.7750, 2.0315
+_LEAST_NORM = 1e-7
+_NO_MATRIX = ("embed", r"\bw[tp]e\b", "head", "router", r"\bgate\.weight$", r"\bclassifier\b", r"\bscore\b", "lora_")
+_FUSED = ((r"\bc_attn\.weight$", 3, 1), (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Optimizer):
+    """Orthogonalized momentum for matrices, and `rest` for every other parameter, with a rate of its own.
+
+    `matrices`: regular expressions of the names of matrices; empty: every parameter of two dimensions whose name does
+    not look like that of an embedding, a head, a router or an adapter. `fused`: (regular expression, parts, dimension)
+    of projections that are one matrix and several in truth. A parameter follows the first pattern found in its name.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    scale: Literal["match_rms", "original"] = "match_rms"
+    iterations: int = 5
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    matrices: tuple[str, ...] = ()
+    fused: tuple[tuple[str, int, int], ...] = _FUSED
+    rest: Optimizer = field(default_factory=AdamW)
+
+    def __post_init__(self) -> None:
+        positive("lr", self.lr)
+        below_one("momentum", self.momentum)
+        not_negative("weight_decay", self.weight_decay)
+        positive("iterations", self.iterations)
+        if isinstance(self.rest, Muon):
+            raise bad_input(wanted="another optimizer", got="muon", do="leave `rest` out: it is adamw", key="rest")
+        for pattern in (*self.matrices, *(one for one, _, _ in self.fused)):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise BadInput(f"{pattern!r} is no regular expression: {error}", key="matrices") from None
+        for pattern, parts, dim in self.fused:
+            if parts < 1 or dim not in (0, 1):
+                do = "write [pattern, parts, dimension] such as [qkv, 3, 0]"
+                raise bad_input(
+                    wanted=f"parts >= 1 along dimension 0 or 1 for {pattern!r}", got=f"{parts}, {dim}", do=do
+                )
+
+    def check(self, names: Collection[str]) -> None:
+        self.rest.check([name for name in names if not self._may_be_matrix(name)])
+        for pattern in self.matrices:
+            if not any(re.search(pattern, name) for name in names):
+                raise BadInput(
+                    f"no trained parameter has {pattern!r} in its name: {nearest(pattern, list(names))}",
+                    key="train.optimizer.muon.matrices",
+                )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.rest.slots, "momentum") if "momentum" not in self.rest.slots else self.rest.slots
+
+    @property
+    def by_element(self) -> bool:
+        return False
+
+    @property
+    def by_parameter(self) -> bool:
+        return self.rest.by_parameter
+
+    @property
+    def can_start_local(self) -> bool:
+        return self.rest.can_start_local
+
+    @property
+    def counts_each(self) -> bool:
+        return self.rest.counts_each
+
+    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
+        matrices, others = self._split(params)
+        state = self.rest.init(others)
+        for name, param in matrices.items():
+            state[name] = {"momentum": torch.zeros_like(param, memory_format=torch.contiguous_format).detach()}
+        return {name: state[name] for name in params}
+
+    @torch.no_grad()
+    def update(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        matrices, others = self._split(params)
+        self._move(matrices, grads, state, rate=self.lr * lr_scale)
+        self.rest.update(others, _of(others, grads), state, lr_scale=lr_scale, step=step)
+
+    @torch.no_grad()
+    def update_apart(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        matrices, others = self._split(params)
+        self._move(matrices, grads, state, rate=self.lr * lr_scale)
+        self.rest.update_apart(others, _of(others, grads), state, lr_scale=lr_scale, step=step)
+
+    def meet(
+        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
+    ) -> None:
+        _, others = self._split(params)
+        self.rest.meet(others, _of(others, moved), state, rates=rates * self.rest.lr / self.lr)
+
+    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
+        others = {name: slots for name, slots in state.items() if not self._is_matrix_of(name, slots)}
+        return self.rest.second_moments(others, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
+        self.rest.learn(squares, state)
+
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        """Return the floating-point operations of the iterations in one update of parameters with these shapes."""
+        found = 0.0
+        for name, shape in shapes.items():
+            if self._is_matrix(name, len(shape)):
+                parts, dim = self._parts(name)
+                sides = [shape[0] // (parts if dim == 0 else 1), shape[1] // (parts if dim == 1 else 1)]
+                short, long = min(sides), max(sides)
+                found += parts * self.iterations * (4.0 * short * short * long + 2.0 * short**3)
+        return found
+
+    def _move(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptimizerState, *, rate: float
+    ) -> None:
+        for name, param in params.items():
+            if name not in grads or not param.numel():
+                continue
+            grad, held = grads[name].to(param.dtype).contiguous(), state[name]["momentum"]
+            held.lerp_(grad, 1 - self.momentum)
+            moved = grad.lerp(held, self.momentum) if self.nesterov else held
+            param.detach().mul_(1 - rate * self.weight_decay)
+            parts, dim = self._parts(name)
+            if moved.shape[dim] % parts:
+                raise bad_input(
+                    wanted=f"a dimension {dim} of {name} that divides by its {parts} parts",
+                    got=f"the shape {tuple(moved.shape)}",
+                    do="set train.optimizer.muon.fused to how this projection is fused, or to [] if it is not",
+                    key="train.optimizer.muon.fused",
+                )
+            for mine, its in zip(param.detach().chunk(parts, dim), moved.chunk(parts, dim), strict=True):
+                factor = orthogonalized(its, self.iterations, getattr(torch, self.dtype))
+                mine.add_(factor.to(mine.dtype), alpha=-rate * self._length(mine.shape))
+
+    def _length(self, shape: torch.Size) -> float:
+        """Return the factor s on an orthogonal factor of this shape."""
+        rows, columns = shape
+        if self.scale == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+    def _split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the matrices, and all others."""
+        matrices = {name: param for name, param in params.items() if self._is_matrix(name, param.ndim)}
+        return matrices, {name: param for name, param in params.items() if name not in matrices}
+
+    def _is_matrix(self, name: str, ndim: int) -> bool:
+        is_named = self._may_be_matrix(name)
+        if self.matrices and is_named and ndim != 2:
+            raise bad_input(
+                wanted=f"matrices, which have two dimensions, in train.optimizer.muon.matrices ({self.matrices})",
+                got=f"{name} with {ndim}",
+                do="write patterns that are found in the names of matrices only",
+                key="train.optimizer.muon.matrices",
+            )
+        return is_named and ndim == 2
+
+    def _is_matrix_of(self, name: str, slots: Mapping[str, Tensor]) -> bool:
+        return bool(slots) and self._is_matrix(name, next(iter(slots.values())).ndim)
+
+    def _may_be_matrix(self, name: str) -> bool:
+        if name not in self._known:
+            found = any(re.search(pattern, name) for pattern in self.matrices or _NO_MATRIX)
+            self._known[name] = found if self.matrices else not found
+        return self._known[name]
+
+    def _parts(self, name: str) -> tuple[int, int]:
+        """Return into how many parts, along which dimension, the matrix `name` falls."""
+        return next(self._parts_of(name), (1, 0))
+
+    def _parts_of(self, name: str) -> Iterator[tuple[int, int]]:
+        return ((parts, dim) for pattern, parts, dim in self.fused if re.search(pattern, name))
+
+    @cached_property
+    def _known(self) -> dict[str, bool]:
+        return {}
+
+
+def orthogonalized(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+    """Return the orthogonal factor of a matrix (A, B), roughly: its singular values are between 0.7 and 1.2.
+
+    Computed in `dtype`. A matrix of zeros gives zeros.
+    """
+    x = matrix.to(dtype)
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.t() if is_tall else x
+    x = x / x.norm().clamp(min=_LEAST_NORM)
+    for _ in range(iterations):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_Q, alpha=_R), x, beta=_P)
+    return x.t() if is_tall else x
+
+
+def _of(some: Mapping[str, Tensor], all_of_them: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: all_of_them[name] for name in some if name in all_of_them}
