@@ -52,6 +52,22 @@ def test_it_is_plain_data_parallelism(pool: Pool, tmp_path: Path, ranks: int) ->
         assert norms[states] == pytest.approx(norms["none"], rel=1e-5)
 
 
+def test_a_class_of_torch_is_itself_where_its_states_are_sharded(pool: Pool, tmp_path: Path) -> None:
+    """Also over a stop, and on another number of ranks."""
+    given = {"steps": 6, "values": True, "fresh_plan": True}
+    nadam = {"optimizer": {"from_class": {"path": "torch.optim:NAdam", "lr": 1e-2, "arguments": {"weight_decay": 0.1}}}}
+    found = [pool.run("run.jobs:train", 1, folder=str(tmp_path / "one"), sections=sections("none", **nadam), **given)]
+    for until, ranks, states in ((3, 2, "zero2"), (None, 3, "zero1")):
+        stop = {"until": until} if until else {"resume": True}
+        folder = str(tmp_path / "parts")
+        found.append(
+            pool.run("run.jobs:train", ranks, folder=folder, sections=sections(states, **nadam), **stop, **given)
+        )
+    ours, plain = (torch.tensor(one[0]["values"]) for one in (found[-1], found[0]))
+    assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
+    assert "torch.optim:NAdam: that ranks" in (tmp_path / "one" / "run" / "plan.yaml").read_text()
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=json.dumps)
 def test_any_exchange_and_its_bytes(pool: Pool, tmp_path: Path, exchange: Any) -> None:
     """Coded gradients lose what they lose, the same at each stage; all ranks end in the same place, and what was sent

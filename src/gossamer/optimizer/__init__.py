@@ -46,6 +46,11 @@ class Optimizer(ABC):
         return True
 
     @property
+    def remark(self) -> str:
+        """Return a note for the plan: what is not known of this optimizer; empty for most."""
+        return ""
+
+    @property
     def counts_each(self) -> bool:
         """Return whether `step` counts each parameter's own updates, as in torch: steps without its gradient do not
         count.

@@ -45,6 +45,10 @@ class Master(Optimizer):
         return self.inner.can_start_local
 
     @property
+    def remark(self) -> str:
+        return self.inner.remark
+
+    @property
     def counts_each(self) -> bool:
         return self.inner.counts_each
 

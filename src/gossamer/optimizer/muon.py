@@ -107,6 +107,10 @@ class Muon(Optimizer):
         return self.rest.can_start_local
 
     @property
+    def remark(self) -> str:
+        return self.rest.remark
+
+    @property
     def counts_each(self) -> bool:
         return self.rest.counts_each
 

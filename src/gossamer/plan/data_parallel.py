@@ -111,6 +111,8 @@ def _reasons(found: Recipe) -> dict[str, str]:
     notes, plan, every = {}, found.plan, found.config.train.verify.every
     if every:
         notes["verify"] = f"1 step in {every} is recomputed by two other ranks: {200 / every:.3g} % more compute"
+    if found.optimizer.remark:
+        notes["optimizer"] = found.optimizer.remark
     loop = found.sync.loop
     if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
         notes["exchange"] = unused
