@@ -92,6 +92,7 @@ def test_its_configuration_trains_as_it_is(kind: str, here: Path) -> None:
     assert told["ranks"] == (2 if kind == "two_sites" else 1)
 
 
+@pytest.mark.nightly
 def test_pretraining_imports_no_extra(here: Path) -> None:
     main(["init", "pretrain"])
     (here / "sitecustomize.py").write_text(

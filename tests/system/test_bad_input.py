@@ -333,6 +333,7 @@ def test_a_run_whose_last_save_fails_is_not_done_though_it_trains_to_its_end(pla
     assert latest_good(small_disk)[0].step == 2
 
 
+@pytest.mark.nightly
 def test_a_stop_whose_last_save_fails_says_so_and_is_a_failure(place: Place, small_disk: Path) -> None:
     (place.folder / "hold").write_text("3")
     train = {"steps": 400, "keep_checkpoints": 1}

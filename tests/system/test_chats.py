@@ -58,6 +58,7 @@ def test_what_is_wrong_with_a_chat_is_told_before_anything_starts(place: Place) 
     assert "chats.jsonl:41, got 'bot'" in done.err and done.err.count("data.source") == 1
 
 
+@pytest.mark.nightly
 def test_a_mixture_goes_on_where_it_was_on_another_number_of_processes(place: Place) -> None:
     told = settings(place)
     sources = {"chat": told["data"]["source"], "text": "text:corpus/*.txt"}

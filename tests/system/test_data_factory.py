@@ -68,6 +68,7 @@ def test_it_trains_alike_on_one_process_and_on_two(place: Place) -> None:
     place.good("train", "own.yaml", "--dry-run")
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_and_loaded_without_any_text(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     (place.folder / "own.yaml").write_text(json.dumps(settings(place)))
     place.good("train", "own.yaml", "--json")

@@ -91,6 +91,7 @@ def test_resume_on_another_number_of_ranks(trained: Trained, place: Place) -> No
     assert losses(run) == pytest.approx(losses(trained.run), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_of_a_run_by_bytes_no_checkpoint_is_needed(place: Place) -> None:
     """From the model of the configuration to the last step, and further, on another number of ranks."""
     train = {"optimizer": {"sgd": {"lr": 1e-4}}, "lr_schedule": "constant"}
