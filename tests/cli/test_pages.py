@@ -15,6 +15,7 @@ import yaml
 
 import gossamer
 from gossamer.api import verbs
+from gossamer.api.started_run import planned_by
 from gossamer.cli import main, make_app
 from gossamer.settings import load
 from gossamer.settings.describe import leaves
@@ -182,7 +183,7 @@ def test_messages_are_those_that_the_pages_quote(
         from gossamer.job.training_data import corpus_of
         from gossamer.job.worker import origin_for
 
-        verbs._planned(resolved, rest["plan"], len(rest["hosts"] or ()))
+        planned_by(resolved, rest["plan"], len(rest["hosts"] or ()))
         origin_for(resolved.config, corpus_of(resolved.config.data.model_copy(update={"cache": str(tutorial / "c")})))
         raise AssertionError("the page says that this is refused")
 

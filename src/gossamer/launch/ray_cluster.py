@@ -39,15 +39,17 @@ def launch_ray(
     arguments: Sequence[str],
     *,
     files: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     folder: str = "",
     say: Callable[[str], None] = to_stderr,
 ) -> int:
     """Run `python -m gossamer ARGUMENTS --node-rank I ...` on `nodes` nodes of a cluster; return exit code 0, 2, 3, 4.
 
     The cluster is the one of RAY_ADDRESS, or else the one that this machine belongs to. processes: ranks on each node.
-    files: texts by file name, written on every node; "{files}" in `arguments` is their folder there. folder: working
-    directory there. say: called with messages for the user. Host 0's output is passed on. Raises BadInput where ray is
-    not installed, there is no cluster, it has too few nodes, others hold them, or versions differ.
+    files: texts by file name, written on every node; "{files}" in `arguments` is their folder there. env: variables of
+    the command. folder: working directory there. say: called with messages for the user. Host 0's output is passed on.
+    Raises BadInput where ray is not installed, there is no cluster, it has too few nodes, others hold them, or versions
+    differ.
     """
     ray = _imported()
     with ExitStack() as stack:
@@ -61,7 +63,8 @@ def launch_ray(
         _check_versions(remotes, places)
         endpoint = f"{remotes[0].address}:{places[0].port}"
         for number, remote in enumerate(remotes):
-            remote.start([*arguments, *node_arguments(number, nodes, endpoint)], dict(files or {}), folder)
+            argv = [*arguments, *node_arguments(number, nodes, endpoint)]
+            remote.start(argv, dict(files or {}), folder, dict(env or {}))
         return see_through(remotes, say)
 
 
@@ -178,9 +181,9 @@ class _RayRemote(RemoteHost):
         self.host = f"{place.hostname} ({self.address})"
         return place
 
-    def start(self, arguments: list[str], files: dict[str, str], folder: str) -> None:
+    def start(self, arguments: list[str], files: dict[str, str], folder: str, env: dict[str, str]) -> None:
         """Start the command in the actor."""
-        self._ray.get(self._actor.start.remote(arguments, files, folder), timeout=_BEGIN_S)
+        self._ray.get(self._actor.start.remote(arguments, files, folder, env), timeout=_BEGIN_S)
 
     def poll(self) -> int | None:
         if self._code is not None:

@@ -47,9 +47,10 @@ class RayHost:
                 found[package] = version(package)
         return write_line(RayPlace(hostname=socket.gethostname(), port=port, versions=found))
 
-    def start(self, arguments: list[str], files: dict[str, str], folder: str) -> None:
+    def start(self, arguments: list[str], files: dict[str, str], folder: str, env: dict[str, str]) -> None:
         """Start `python -m gossamer ARGUMENTS` in `folder`; `files` by name, in the folder that "{files}" names."""
-        order = HostOrder(argv=(sys.executable, "-m", "gossamer", *arguments), files=files, folder=folder)
+        argv = (sys.executable, "-m", "gossamer", *arguments)
+        order = HostOrder(argv=argv, files=files, folder=folder, env=env)
         self._agent = subprocess.Popen(
             tied([sys.executable, "-m", "gossamer.launch.remote_agent"]),
             stdin=subprocess.PIPE,

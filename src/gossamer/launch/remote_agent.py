@@ -77,6 +77,7 @@ def main() -> int:
             tied([argument.replace(FILES, folder) for argument in order.argv]),
             stdin=subprocess.DEVNULL,
             cwd=order.folder if Path(order.folder).is_dir() else None,
+            env={**os.environ, **order.env},
             start_new_session=True,
         )
         return _see_through(command, sender)

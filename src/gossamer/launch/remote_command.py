@@ -11,12 +11,13 @@ STOP = b"stop"  # a line that may follow: the first asks to save and stop, the s
 class HostOrder(Said):
     """The command for one host. `files`: texts by file name, kept while the command runs.
 
-    `folder`: working directory of the command, if it exists there.
+    `folder`: working directory of the command, if it exists there. `env`: variables beside those of the host.
     """
 
     argv: tuple[str, ...]
     files: dict[str, str]
     folder: str
+    env: dict[str, str]
 
 
 def node_arguments(rank: int, nodes: int, endpoint: str) -> tuple[str, ...]:

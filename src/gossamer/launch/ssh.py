@@ -31,6 +31,7 @@ def launch_hosts(
     arguments: Sequence[str],
     *,
     files: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
     paths: Sequence[str] = (),
     python: str = sys.executable,
     meet: str = "",
@@ -40,10 +41,10 @@ def launch_hosts(
     """Run `python -m gossamer ARGUMENTS --node-rank I ...` on every host; return exit code 0, 2, 3 or 4.
 
     hosts: names known to ssh, host 0 first. files: texts by file name, written on every host; "{files}" in `arguments`
-    is their folder there. paths: files and folders that must exist on every host. python: the interpreter there. meet:
-    "ADDRESS:PORT" of host 0, "" to use the address by which ssh reached it. folder: working directory there, "" for the
-    path of the current one. say: called with messages for the user. Host 0's output is passed on. Raises BadInput, with
-    a table, when a host cannot run the command.
+    is their folder there. env: variables of the command. paths: files and folders that must exist on every host.
+    python: the interpreter there. meet: "ADDRESS:PORT" of host 0, "" to use the address by which ssh reached it.
+    folder: working directory there, "" for the path of the current one. say: called with messages for the user. Host
+    0's output is passed on. Raises BadInput, with a table, when a host cannot run the command.
     """
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice or not hosts:
@@ -58,6 +59,7 @@ def launch_hosts(
             argv=(python, "-m", "gossamer", *arguments, *node_arguments(number, len(hosts), where)),
             files=dict(files or {}),
             folder=wanted.folder,
+            env=dict(env or {}),
         )
         for number in range(len(hosts))
     ]

@@ -1,0 +1,214 @@
+"""A run that is started: `gossamer train` makes its folder and starts its processes, here or on other machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gossamer.api.launcher import RUN_FOLDER, Launcher
+from gossamer.api.startup import rollback_failed_start
+from gossamer.launch.environment import launcher_of, read_environment
+from gossamer.launch.rendezvous_config import Node
+from gossamer.settings import Resolved
+from gossamer.settings.plan_file import with_plan
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, CheckpointMismatch, Interrupted, bad_input
+from gossamer.spec.records import End, Saved, Start
+from gossamer.spec.unread_keys import check_given
+from gossamer.view.open_display import open_display
+from gossamer.view.run_directory import RunDirectory, newest_like
+from gossamer.view.run_lock import check_free, held
+from gossamer.view.summary import summarize
+
+
+def train_command(
+    resolved: Resolved,
+    *,
+    plan: Path | None = None,
+    hosts: list[str] | None = None,
+    node: Node | None = None,
+    ray_nodes: int = 0,
+    resume: str | None = None,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Run `gossamer train`: make the run's folder, start its processes, display their records, return the summary.
+
+    `ray_nodes`: so many nodes of a Ray cluster are its hosts; 0: Ray is not asked. `resume="auto"` resumes the newest
+    run of the same configuration, if there is one. Raises BadInput, RunFailed, Interrupted.
+    """
+    if hosts:  # as if machines.hosts named them: what is kept says where the run goes on
+        machines = resolved.config.machines.model_copy(update={"hosts": hosts})
+        resolved = replace(resolved, config=resolved.config.model_copy(update={"machines": machines}))
+    resolved = planned_by(resolved, plan, node.nodes if node is not None else ray_nodes or len(hosts or ()))
+    if dry_run:
+        from gossamer.job import dry_run as dry
+
+        return dry.dry_run(resolved.config, plan)
+    directory, resuming = _directory(resolved, resume)
+
+    def prepare(folder: RunDirectory) -> None:
+        if not resuming:
+            folder.keep(resolved.config, resolved.origin)
+        if plan is not None:
+            _adopt_plan(plan, folder)
+
+    launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
+    names = resolved.config.machines.hosts
+    if node is not None:
+        with rollback_failed_start(directory):
+            return summarize(launch.met(node, prepare))
+    if names or ray_nodes:
+        if resuming:
+            check_free(directory.path)  # their supervisors will hold it
+        with rollback_failed_start(directory):
+            launch.on_ray(ray_nodes, plan) if ray_nodes else launch.over_ssh(names, plan)
+        return summarize(directory)
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        if not _is_first():
+            return _as_worker(directory, resolved.config, resume=resuming)
+        with held(directory.path), rollback_failed_start(directory):
+            prepare(directory)
+            return _as_worker(directory, resolved.config, resume=resuming)
+    if resuming and is_done(directory, resolved.config):
+        return {**summarize(directory), "nothing_to_do": resolved.config.train.steps}
+    with held(directory.path), rollback_failed_start(directory):
+        prepare(directory)
+        launch.here()
+    return summarize(directory)
+
+
+def planned_by(resolved: Resolved, plan: Path | None, hosts: int) -> Resolved:
+    """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
+    config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
+    machines = hosts or max(1, len(config.machines.hosts))
+    ranks = read_environment().ranks if launched else config.machines.processes * machines
+    if plan is not None:
+        resolved = with_plan(resolved, plan, ranks=ranks)
+    check_given(resolved.config)
+    check_ranks(resolved.config, ranks)
+    return resolved
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    stages = 1 if config.plan.mesh.pipe == "auto" else config.plan.mesh.pipe
+    if config.train.batch * stages < ranks and config.plan.stage_ranks == "auto":
+        raise bad_input(
+            wanted="at least one sequence per process and step",
+            got=f"a batch of {config.train.batch} for {ranks} processes",
+            do=f"set train.batch to {ranks} or more, or machines.processes to at most {config.train.batch}",
+            key="train.batch",
+        )
+    if config.plan.stage_ranks == "auto" and ranks % stages:
+        raise bad_input(
+            wanted=f"a multiple of {stages} processes, one for every stage",
+            got=f"{ranks}",
+            do=f"set machines.processes to a multiple of {stages}, or plan.mesh.pipe to a divisor of {ranks}",
+            key="plan.mesh.pipe",
+        )
+
+
+def is_done(directory: RunDirectory, config: RunConfig) -> bool:
+    """Return whether a run has made all wanted steps, and has them in a good checkpoint.
+
+    Raises BadInput where it made more.
+    """
+    wanted, made, ended = config.train.steps, 0, False
+    for record in directory.records():
+        if isinstance(record, Saved) and not record.error:
+            made = record.step
+        if isinstance(record, (Start, End)):
+            ended = isinstance(record, End) and record.outcome == "done"
+    if made > wanted:
+        raise bad_input(
+            wanted=f"at least {made} steps, which this run has already trained and saved",
+            got=str(wanted),
+            do=f"leave train.steps out, or set it above {made}",
+            key="train.steps",
+        )
+    if made < wanted or not ended:
+        return False
+    from gossamer.store.checkpoint import latest_good  # brings torch
+
+    try:
+        checkpoint, _ = latest_good(directory.checkpoints)
+    except (BadInput, CheckpointMismatch):
+        return False  # going on says what is wrong
+    return int(checkpoint.meta["step"]) == wanted  # else the last steps are made again
+
+
+def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
+    """Return the run's folder, and whether the run in it is resumed."""
+    config = resolved.config
+    runs = Path(config.run.directory)
+    if named := os.environ.get(RUN_FOLDER):
+        directory = RunDirectory(runs / named)
+        return directory, resume == "auto" and directory.config_file.exists()
+    if resume not in (None, "auto"):
+        raise bad_input(
+            wanted="--resume auto", got=f"--resume {resume}", do="write auto, or use `gossamer resume RUN_DIR`"
+        )
+    if resume == "auto" and (found := newest_like(runs, config)) is not None:
+        return found, True
+    name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
+    if name and launcher_of(os.environ):
+        return RunDirectory(runs / name), False
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        raise bad_input(
+            wanted="the name of the run directory, to which all ranks of torchrun, srun or mpirun write",
+            got="no name",
+            do="set run.name, to the same name on all ranks",
+            key="run.name",
+        )
+    return RunDirectory.create(runs, config.run.name or model_name(config)), False
+
+
+def model_name(config: RunConfig) -> str:
+    """Return a short name for the model of a configuration, for folders."""
+    model = config.model
+    written = model.factory or model.gguf or model.hf or "model"
+    return Path(written.rpartition(":")[2] or written).stem
+
+
+def _adopt_plan(file: Path, directory: RunDirectory) -> None:
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, directory.plan_file)
+    except OSError as error:
+        raise BadInput(
+            f"cannot copy the plan {file} to {directory.plan_file}: {error.strerror}: check both paths"
+        ) from None
+
+
+def _is_first() -> bool:
+    return read_environment().rank == 0
+
+
+def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
+    """Run this process as a worker: torchrun, srun or mpirun started it."""
+    from gossamer.job.worker import run_rank
+    from gossamer.launch.worker import Ready, run_worker
+
+    first = _is_first()
+    display = open_display(config.run.display if first else "quiet", title=directory.name)
+    ended: list[BaseException] = []  # how it did, for the command line to say: no supervisor reads our note
+
+    def body(ready: Ready) -> None:
+        try:
+            run_rank(ready, directory, config, resume=resume, show=display.show)
+        except (BadInput, Interrupted) as error:
+            ended.append(error)
+            raise
+
+    try:
+        code = run_worker(body)
+    finally:
+        display.close()
+    if ended:
+        raise ended[0]
+    if code:
+        sys.exit(3)
+    return summarize(directory) if first else {}
