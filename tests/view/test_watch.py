@@ -243,7 +243,11 @@ def test_the_run_that_is_meant(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("2026", "which 2 have in theirs"), ("no", "no such folder"), ("other", "other things in it")],
+    [
+        ("2026", "got 2: 20260102-gpt, 20260101-llama: write more of the name"),
+        ("no", "no such folder"),
+        ("other", "other things in it"),
+    ],
 )
 def test_a_run_that_is_none(tmp_path: Path, name: str, said: str) -> None:
     for one in ("20260101-llama", "20260102-gpt"):
