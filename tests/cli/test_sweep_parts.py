@@ -14,7 +14,9 @@ from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.ranking import ranked, survivors
 from gossamer.api.sweep.trial import Trial, TrialResult, common_metric
 from gossamer.cli import main
+from gossamer.cli.output import table
 from gossamer.spec.errors import BadInput
+from gossamer.view.screen import Screen
 
 
 def trial(point: int, seed: int = 0, steps: int = 8) -> Trial:
@@ -105,7 +107,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train.batch=8"], {}, "got one run"),
         (["train.seed=1,2"], {}, "--seeds"),
         (["run.name=a,b"], {}, "run.name"),
-        (["train.batch=1,8", "machines.processes=2"], {}, "for each of 2 processes"),
+        (["train.batch=1,8", "machines.processes=2"], {}, "a batch of 1 for 2 processes"),
         (["train.steps=5,6"], {"halving": True}, "--halving"),
     ],
 )
@@ -138,3 +140,27 @@ def test_the_command_says_what_is_wrong_in_one_block(file: Path, capsys: pytest.
     out, err = capsys.readouterr()
     assert "did you mean 'batch'" in err and json.loads(out.splitlines()[-1])["exit"] == 2
     assert main(["sweep", "run.yaml", "train.batch=8,16", "--seeds", "0"]) == 2
+
+
+def test_stages_share_a_batch_that_replicas_could_not(file: Path) -> None:
+    """Four ranks in four stages are one replica: a batch of two is enough, as `gossamer train` finds."""
+    shape = ("machines.processes=4", "plan.mesh.pipe=4", "train.batch=2", "train.seed=1")
+    assert len(Sweep.of(file, [*shape, "train.optimizer.adamw.lr=1e-4,1e-3"], seeds=1, halving=False).points) == 2
+    with pytest.raises(BadInput, match="at least one sequence per process and step, got a batch"):
+        Sweep.of(file, ["machines.processes=4", "train.batch=2,8"], seeds=1, halving=False)
+
+
+def test_a_table_that_is_too_wide_has_a_line_for_each_cell() -> None:
+    rows = [("text", "loss (nats/token)", "bytes"), ("a.txt", "1.250000", "1,024"), ("all", "1.5", "2")]
+    assert table(rows, screen=Screen(80)) == table(rows) == table(rows, screen=Screen(None))
+    narrow = table(rows, screen=Screen(24))
+    assert narrow.splitlines() == [
+        "  a.txt",
+        "    loss (nats/token):",
+        "      1.250000",
+        "    bytes: 1,024",
+        "  all",
+        "    loss (nats/token):",
+        "      1.5",
+        "    bytes: 2",
+    ]

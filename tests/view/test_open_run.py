@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gossamer.spec.errors import BadInput
-from gossamer.view.run_directory import RunDirectory, open_run
+from gossamer.view.run_directory import RunDirectory, names_run, open_run
 from view.streams import start
 
 
@@ -68,3 +68,10 @@ def test_a_folder_that_is_no_run_gives_way_to_a_run(runs: Path) -> None:
         open_run(Path("other"))
     (runs / "20261103-notes").mkdir()  # no run
     assert open_run(Path("20261103")).path == runs / "20261103-full"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_one"), [("latest", True), ("full", True), ("lora", True), ("other", False), ("runs", False)]
+)
+def test_a_name_is_a_runs_where_one_or_several_have_it(runs: Path, said: str, is_one: bool) -> None:
+    assert names_run(Path(said)) is is_one

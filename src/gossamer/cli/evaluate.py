@@ -12,6 +12,7 @@ from gossamer.api import verbs
 from gossamer.cli.output import CommandResult, Json, table
 from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_seconds
+from gossamer.view.screen import Screen
 
 
 def evaluate(
@@ -76,7 +77,7 @@ def _told(data: Mapping[str, Any]) -> str:
         rows.append(_row("all", data))
     step = "" if data["step"] is None else f", step {data['step']}"
     head = f"{data['model']}{step}, in {show_seconds(data['seconds'])}"
-    said = [head, table(rows), *(f"note: {remark}" for remark in data["remarks"])]
+    said = [head, table(rows, screen=Screen.of()), *(f"note: {remark}" for remark in data["remarks"])]
     reported = [(one["text"], one["reported_loss"]) for one in data["texts"] if one.get("reported_loss") is not None]
     if reported:
         losses = ", ".join(f"{loss:.6f}{f' for {name}' if len(data['texts']) > 1 else ''}" for name, loss in reported)

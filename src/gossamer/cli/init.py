@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gossamer.api.starters import STARTERS, write_starter
 from gossamer.cli.output import CommandResult, Json, table
+from gossamer.view.screen import Screen
 
 
 def init(kind: str | None = None, /, *, json: Json = False) -> CommandResult:
@@ -19,7 +20,8 @@ def init(kind: str | None = None, /, *, json: Json = False) -> CommandResult:
     if kind is None:
         rows = [(name, one.said, ", ".join(one.files)) for name, one in STARTERS.items()]
         data = {"starts": {name: {"for": one.said, "files": list(one.files)} for name, one in STARTERS.items()}}
-        return CommandResult(data, f"{table(rows)}\nnext: gossamer init pretrain")
+        listed = table([("start", "for", "files"), *rows], screen=Screen.of())
+        return CommandResult(data, f"{listed}\nnext: gossamer init pretrain")
     written = write_starter(kind, Path())
     starter = STARTERS[kind]
     names = [str(path) for path in written]

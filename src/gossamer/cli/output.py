@@ -9,11 +9,14 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
+
+from gossamer.view.screen import Screen
 
 Json = Annotated[
     bool,
@@ -125,11 +128,30 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table(rows: Sequence[Sequence[str]], *, indent: str = "  ") -> str:
-    """Return rows as aligned columns; the last one is not padded."""
+def table(rows: Sequence[Sequence[str]], *, indent: str = "  ", screen: Screen | None = None) -> str:
+    """Return rows as aligned columns; the last one is not padded.
+
+    `screen`: of one with fewer columns than that takes, every row has a line for each of its cells, named by the first
+    row.
+    """
+    if screen is not None and rows and screen.columns is not None:
+        wide = table(rows, indent=indent)
+        if max(map(len, wide.splitlines())) > screen.columns:
+            return _narrow(rows, indent, screen.columns)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         lines.append((indent + "  ".join([*cells, row[-1]])).rstrip())
+    return "\n".join(lines)
+
+
+def _narrow(rows: Sequence[Sequence[str]], indent: str, columns: int) -> str:
+    """Return rows below their first one as a line for each cell, with the name of its column."""
+    head, lines = rows[0], list[str]()
+    for row in rows[1:]:
+        lines.append(f"{indent}{row[0]}")
+        for name, cell in zip(head[1:], row[1:], strict=True):
+            said = f"{name}: {cell}" if name else cell
+            lines += textwrap.wrap(said, max(12, columns), initial_indent=2 * indent, subsequent_indent=3 * indent)
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import CommandResult, Json, table
 from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_seconds
+from gossamer.view.screen import Screen
 
 
 def sweep(
@@ -73,7 +74,7 @@ def told(data: Mapping[str, Any]) -> str:
         rows.append([*(values[key] for key in varied), average, spread, steps, show_seconds(one["seconds"])])
     kept = [n for n, name in enumerate(head) if name]
     lines = [f"{data['folder']}: {data['trials']} trials, {data['failed']} failed"]
-    lines.append(table([[row[n] for n in kept] for row in rows]))
+    lines.append(table([[row[n] for n in kept] for row in rows], screen=Screen.of()))
     for one in points:
         for error in dict.fromkeys(one["errors"]):
             lines.append(f"failed: {' '.join(one['overrides'])}: {first_line(error)}")

@@ -39,7 +39,7 @@ from gossamer.spec.config import DataSection, ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.records import Evaluation, Start
-from gossamer.view.run_directory import RunDirectory, open_run
+from gossamer.view.run_directory import RunDirectory, names_run, open_run
 
 SEQUENCE = 1024  # tokens that a model without a run sees at once, at most
 _BATCH_TOKENS = 2048  # so many are computed together: logits over 50,000 tokens take 0.4 GB
@@ -126,7 +126,7 @@ def evaluate_model(
     CheckpointMismatch.
     """
     began = time.perf_counter()
-    if (model / "records.jsonl").exists():
+    if (model / "records.jsonl").exists() or (not model.exists() and names_run(model)):
         data, found = _of_run(model, files, sequence, sequences, checkpoint, progress)
     else:
         check_no_choice(model, checkpoint)

@@ -309,6 +309,14 @@ def open_run(path: Path) -> RunDirectory:
     raise _several(path, found) if found else _none_named(path, runs)
 
 
+def names_run(path: Path) -> bool:
+    """Return whether `open_run` finds a run by this name, or several."""
+    runs = path.parent if len(path.parts) > 1 else RUNS
+    if _written_at(path) is not None or (path.name == LATEST and bool(run_folders(runs))):
+        return True
+    return any(_written_at(run) is not None for run in (runs / path.name, *_named(runs, path.name)))
+
+
 def _named(runs: Path, part: str) -> list[Path]:
     """Return the folders whose name contains `part`, in any case, the newest name first; but not `part` itself."""
     inside = [path for path in _folders(runs) if part and part.lower() in path.name.lower() and path.name != part]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossamer.api.started_run import check_ranks
 from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.ranking import ranked, survivors
 from gossamer.api.sweep.trial import METRICS, Trial, TrialResult, common_metric
@@ -19,7 +20,6 @@ from gossamer.launch.environment import launcher_of
 from gossamer.settings import load
 from gossamer.settings.grid import Grid
 from gossamer.settings.methods import check_methods
-from gossamer.settings.resolve import value_at
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, RunFailed, bad_input
 from gossamer.spec.unread_keys import check_given
@@ -117,14 +117,10 @@ def _checked(file: Path, point: Sequence[str]) -> RunConfig:
     check_methods(resolved)
     check_given(resolved.config)
     machines = resolved.config.machines
-    ranks, batch = machines.processes * max(1, len(machines.hosts)), resolved.config.train.batch
-    if batch < ranks and value_at(resolved.config, "plan.stage_ranks") == "auto":
-        raise bad_input(
-            wanted=f"a batch of at least one sequence for each of {ranks} processes",
-            got=f"{batch} ({' '.join(point)})",
-            do="raise train.batch, or lower machines.processes",
-            key="train.batch",
-        )
+    try:
+        check_ranks(resolved.config, machines.processes * max(1, len(machines.hosts)))
+    except BadInput as error:
+        raise BadInput(f"{error.message} (of the runs with {' '.join(point)})", key=error.key) from None
     return resolved.config
 
 
