@@ -42,10 +42,19 @@ def setting_words(start: Start) -> str:
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """Return the result of an evaluation as text: bits per byte where known, else the loss; then its metrics."""
+    """Return the result of an evaluation as text: the loss, in the unit of steps' losses, bits per byte, metrics."""
     bits = evaluation.bits_per_byte
-    first = f"{bits:.3f} bits/byte" if bits is not None else f"loss {evaluation.loss:.4f}"
-    return ", ".join([first, *(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())])
+    first = [f"loss {evaluation.loss:.4f}", *([] if bits is None else [f"{bits:.3f} bits/byte"])]
+    return ", ".join([*first, *(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())])
+
+
+def loss_and_bits(evaluation: Evaluation) -> tuple[str, str]:
+    """Return the loss of an evaluation, as steps tell theirs, and what there is besides: bits per byte, or its step."""
+    bits = evaluation.bits_per_byte
+    beside = [f"at {evaluation.step:,}" if bits is None else f"{bits:.3f} bits/byte"]
+    return f"{evaluation.loss:.4f}", ", ".join(
+        [*beside, *(f"{name} {value:.4g}" for name, value in evaluation.metrics.items())]
+    )
 
 
 def set_name(evaluation: Evaluation) -> str:

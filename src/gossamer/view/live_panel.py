@@ -19,9 +19,9 @@ from gossamer.view.format import (
     LEVELS,
     SECOND,
     WARN,
-    format_evaluation,
     format_event,
     format_sample,
+    loss_and_bits,
     model_words,
     saved_words,
     setting_words,
@@ -122,12 +122,10 @@ def _figures(progress: RunProgress) -> list[PanelRow]:
         rows.append(
             (
                 "validation" if not progress.other_sets else evaluation.name[:10],
-                _value(format_evaluation(evaluation), f"at {evaluation.step:,}", style=f"bold {SECOND}"),
+                _value(*loss_and_bits(evaluation), style=f"bold {SECOND}"),
             )
         )
-    rows += [
-        (name[:10], _value(format_evaluation(one), f"at {one.step:,}")) for name, one in progress.other_sets.items()
-    ]
+    rows += [(name[:10], _value(*loss_and_bits(one))) for name, one in progress.other_sets.items()]
     if (best := progress.best) is not None:
         rows.append(("best", _value(f"{best.value:.4f}", f"{best.name} {best.figure} at {best.step:,}")))
     if (rate := progress.pace.tokens_per_s) is not None and progress.pace.step_s is not None:

@@ -10,7 +10,7 @@ from gossamer.view.format import (
     BAD,
     SECOND,
     WARN,
-    format_evaluation,
+    loss_and_bits,
     model_words,
     saved_words,
     setting_words,
@@ -87,9 +87,9 @@ def _figures(run: WatchedRun, canvas: Canvas) -> list[Text]:
     if progress.evaluations:
         last = progress.evaluations[-1]
         label = last.name[:LABEL] if progress.other_sets else "validation"
-        row(label, format_evaluation(last), f"at {last.step:,}", f"bold {canvas.color(SECOND)}".strip())
+        row(label, *loss_and_bits(last), f"bold {canvas.color(SECOND)}".strip())
     for name, one in progress.other_sets.items():
-        row(name[:LABEL], format_evaluation(one), f"at {one.step:,}")
+        row(name[:LABEL], *loss_and_bits(one))
     if (best := progress.best) is not None:
         row("best", f"{best.value:.4f}", f"{best.name} {best.figure} at {best.step:,}")
     if pace.tokens_per_s is not None and pace.step_s is not None:
