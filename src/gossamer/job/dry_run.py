@@ -1,31 +1,52 @@
-"""`gossamer train --dry-run`: everything before the first step: the plan, its estimated communication, some samples."""
+"""`gossamer train --dry-run`: everything before the first step: the plan, what it sends, whether it fits, samples."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gossamer.data import Corpus, decode_preview
+from gossamer.job.fit import Change, Fit, Machine, ProcessBase
+from gossamer.job.link_forecast import Cure, HostLinks, told_of_common, told_of_hosts
+from gossamer.job.memory_forecast import MemoryForecast
 from gossamer.job.trainer_parts import parts_of
 from gossamer.job.training_data import TrainingData, training_data
 from gossamer.job.worker import origin_for
+from gossamer.launch.preflight import HostRequirements, look
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
+from gossamer.partition.outline_source import OutlineSource
 from gossamer.partition.plan_file import read_plan
-from gossamer.partition.rank_model import build_rank_model
+from gossamer.partition.rank_model import Planned, planned
 from gossamer.partition.request import PartitionRequest
 from gossamer.partition.stage_memory import state_bytes_of
 from gossamer.recipe import Recipe
 from gossamer.run.start_checks import check_before_start
+from gossamer.settings.yaml_io import flow
 from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_bytes, show_gib
+
+_FEWER_BYTES: tuple[dict[str, Any], ...] = (
+    {"exchange": {"error_feedback": {"two_shot": "int8"}}},
+    {"exchange": {"error_feedback": {"two_shot": "int4"}}},
+    {"exchange": "auto", "sync": "diloco"},
+)
+_FEWER_BETWEEN_STAGES: tuple[dict[str, Any], ...] = ({"activation_compression": {"codec": "int8"}},)
 
 
 def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
-    """Return the plan, its cost estimate, the model, and three samples as the model will see them. Raises BadInput."""
+    """Return the plan, what it sends, the memory that it needs, the model, and three samples as the model will see
+    them.
+
+    No parameter gets memory. Raises BadInput.
+    """
     data = training_data(config)
     origin = origin_for(config, data.corpus)
     hosts = max(1, len(config.machines.hosts))
@@ -40,13 +61,15 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
         device=device,
         local_ranks=ranks // hosts,
     )
-    held = build_rank_model(
-        OriginSource(origin, config.train.seed), asked, read_plan(plan_file, ranks=ranks) if plan_file else None
-    )
-    plan = held.plan
+    given = read_plan(plan_file, ranks=ranks) if plan_file else None
+    source = OutlineSource(OriginSource(origin, config.train.seed))
+    looked_at = planned(source, asked, given)
+    held, plan = looked_at.outline, looked_at.plan
     parts = replace(parts_of(asked, held, validation=data.validation, words=data.tokenizer), device=cpu)
     check_before_start(parts)
     facts = facts_of(parts.outline)
+    others = _Others(source, asked)
+    memory, links = _on_machines(looked_at, others)
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
     stages = {} if held.cut is None else {f"stage {p.stage}": state_bytes_of(held.cut, p) for p in held.cut.parts}
     return {
@@ -64,7 +87,82 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
             **({} if held.cut is None else {"pipeline": plan.reasons["pipeline_schedule"]}),
         },
         "samples": _samples(data.corpus, seed=config.train.seed),
+        **({"links": links} if links else {}),
+        "memory": memory,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Plans of the same run with other settings."""
+
+    source: OutlineSource
+    asked: PartitionRequest
+
+    def plan(self, section: str, keys: Mapping[str, Any]) -> Planned | None:
+        """Return the run with other values of some keys; None where they cannot be combined with the rest."""
+        config = self.asked.config
+        changed = getattr(config, section).model_copy(update=dict(keys))
+        asked = replace(self.asked, config=config.model_copy(update={section: changed}))
+        try:
+            return planned(self.source, asked)
+        except BadInput:
+            return None
+
+
+def _on_machines(looked_at: Planned, others: _Others) -> tuple[dict[str, object], dict[str, object]]:
+    """Return whether the run fits its machines, and what its links cost.
+
+    Raises BadInput for a host that is not ready.
+    """
+    config, plan, local = looked_at.asked.config, looked_at.plan, looked_at.asked.local_ranks
+    forecast, names = MemoryForecast.of(looked_at, local_ranks=local), config.machines.hosts
+    base = ProcessBase.measured()  # now that all is imported that a worker imports
+    spans = [range(first, first + local) for first in range(0, plan.ranks, local)]
+    if names:
+        found = look(names, HostRequirements(python=sys.executable, folder=str(Path.cwd())))
+        machines = [
+            Machine(name=name, ranks=span, total=found[name].memory[0], free=found[name].memory[1])
+            for name, span in zip(names, spans, strict=True)
+        ]
+        host_of = [host for host, span in enumerate(spans) for _ in span]
+        measured = HostLinks.measured(names, host_of, sys.executable)
+        links = told_of_hosts(measured, plan.forecast.wire_bytes, _cures(plan, others))
+    else:
+        machines = [Machine.here(span, base) for span in spans]
+        links = told_of_common(plan.forecast.wire_bytes, _cures(plan, others))
+    fit = Fit(forecast=forecast, base=base, machines=tuple(machines))
+    return fit.told(_changes(looked_at, others)), links
+
+
+def _cures(plan: Plan, others: _Others) -> list[Cure]:
+    def sent(keys: Mapping[str, Any]) -> dict[str, int] | None:
+        found = others.plan("plan", keys)
+        return None if found is None else found.plan.forecast.wire_bytes
+
+    wanted = _FEWER_BETWEEN_STAGES if plan.mesh.in_stages else _FEWER_BYTES
+    return [Cure(_written("plan", keys), lambda keys=keys: sent(keys)) for keys in wanted]  # type: ignore[misc]
+
+
+def _changes(looked_at: Planned, others: _Others) -> list[Change]:
+    """Return the settings that take less memory: smaller micro-batches first, as they change no result."""
+    plan, local = looked_at.plan, looked_at.asked.local_ranks
+
+    def forecast(section: str, keys: Mapping[str, Any]) -> MemoryForecast | None:
+        found = others.plan(section, keys)
+        return None if found is None else MemoryForecast.of(found, local_ranks=local)
+
+    pieces, rows = max(plan.microbatches), min(plan.rows)
+    wanted: list[tuple[str, dict[str, Any]]] = [
+        ("train", {"accumulate": more}) for more in (2 * pieces, 4 * pieces, 8 * pieces, rows) if pieces < more <= rows
+    ]
+    if plan.ranks > 1 and not plan.mesh.in_stages:
+        wanted += [("plan", {"sharding": name}) for name in ("zero1", "zero2", "zero3")]
+    return [Change(_written(section, keys), lambda s=section, k=keys: forecast(s, k)) for section, keys in wanted]  # type: ignore[misc]
+
+
+def _written(section: str, keys: Mapping[str, Any]) -> str:
+    return " ".join(f"{section}.{key}={flow(value)}" for key, value in keys.items())
 
 
 def _of_tokens(config: RunConfig, data: TrainingData) -> str:

@@ -35,6 +35,16 @@ def free_port() -> int:
     return 0
 
 
+def memory() -> "tuple[int, int]":
+    """Return the bytes of memory in all, and those that are free now; 0 when unknown."""
+    try:
+        with open("/proc/meminfo") as lines:
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    except (OSError, ValueError, IndexError):
+        return 0, 0
+    return found.get("MemTotal", 0), found.get("MemAvailable", 0)
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
     if os.path.isdir(asked["folder"]):
@@ -46,6 +56,7 @@ def main() -> None:
         "missing": [path for path in asked["paths"] if not glob.glob(os.path.expanduser(path), recursive=True)],
         "address": reached[2] if len(reached) == 4 else "",
         "port": free_port(),
+        "memory": memory(),
     }
     sys.stdout.write(json.dumps(found) + "\n")
 

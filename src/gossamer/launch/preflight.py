@@ -21,13 +21,17 @@ SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAli
 
 
 class HostFindings(Said):
-    """The findings on one host. address: where ssh reached it, "" when unknown; port: a free port."""
+    """The findings on one host. address: where ssh reached it, "" when unknown; port: a free port.
+
+    memory: its bytes in all, and those that are free now; 0 when unknown.
+    """
 
     hostname: str
     versions: dict[str, str]
     missing: tuple[str, ...]
     address: str
     port: int
+    memory: tuple[int, int]
 
 
 _FOUND: TypeAdapter[HostFindings] = TypeAdapter(HostFindings)

@@ -64,3 +64,19 @@ def peak_bytes() -> int:
     """Return the largest resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return the memory of this process now: its own bytes, and those of files that processes share (libraries).
+
+    Where the system does not tell them apart, all of it is its own.
+    """
+    own, shared = _status("RssAnon"), _status("RssFile")
+    return (own, shared) if own is not None and shared is not None else (peak_bytes(), 0)
+
+
+def _status(name: str) -> int | None:
+    for line in _text(Path("/proc/self/status")).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,129 @@
+"""The ghost of a micro-batch: its forward and backward pass on tensors without data, and the memory they would take.
+
+The model runs on shapes alone, as in `model_profile`, so the pass takes no memory, whatever the size of the model.
+Every new storage counts from the operator that made it until nothing refers to it: what autograd keeps for the backward
+pass, and what comes and goes in between (logits and their gradient, most of all).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gossamer.model.side_effects import untouched
+from gossamer.model.split.meta_init import without_storage
+from gossamer.model.split.trace_backends import FakeTensorOps, unlogged
+from gossamer.spec.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GhostStep:
+    """The bytes of one micro-batch beside parameters and their gradients, by group of units.
+
+    `kept`: what the forward pass keeps for the backward pass; `passing`: what at most comes and goes beside that.
+    """
+
+    kept: tuple[int, ...]
+    passing: tuple[int, ...]
+
+
+def ghost_step(
+    module: nn.Module,
+    run: Callable[[nn.Module], Tensor],
+    *,
+    groups: Sequence[Collection[str]] = (),
+    has_backward: bool = True,
+) -> GhostStep:
+    """Return the memory of `run`, which calls a module and returns its loss, and of the backward pass after it.
+
+    `groups`: the names of the units of every pipeline stage, in order; empty: the model is one group. The module is
+    left as it was. Raises BadInput where shapes alone do not say what the forward does.
+    """
+    with untouched(module):
+        outline = without_storage(module).train()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(has_backward))
+            stack.enter_context(unlogged())
+            ghost = stack.enter_context(_Allocations(outline, max(1, len(groups))))
+            for number, names in enumerate(groups):
+                ghost.follow(outline, number, frozenset(names))
+            try:
+                return _made(ghost, outline, run)
+            except BadInput:
+                raise
+            except Exception as error:  # whatever a forward does with tensors without data
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise BadInput(f"the forward needs values, and not shapes alone ({said})", key="model") from error
+            finally:
+                torch.clear_autocast_cache()
+
+
+def _made(ghost: _Allocations, outline: nn.Module, run: Callable[[nn.Module], Tensor]) -> GhostStep:
+    for parameter in outline.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_dropped)  # type: ignore[no-untyped-call]
+    loss = run(outline)
+    kept = tuple(ghost.held)
+    passing = [most - there for most, there in zip(ghost.most, kept, strict=True)]
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
+        passing[-1] = max(passing[-1], ghost.most_of_all - sum(kept))  # it starts there, where logits have a gradient
+    return GhostStep(kept=kept, passing=tuple(passing))
+
+
+def _dropped(parameter: Tensor) -> None:
+    """Drop a gradient that is complete: in training it is added to its bucket, which is counted elsewhere."""
+    parameter.grad = None
+
+
+class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that runs operators on shapes alone, and adds up the storages that are alive."""
+
+    def __init__(self, outline: nn.Module, groups: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators = FakeTensorOps(outline)
+        self._there: dict[int, weakref.ref[Any]] = {}
+        there = [*outline.parameters(), *outline.buffers()]
+        self._not_ours = {self._operators.key(tensor) for tensor in there}
+        self._group = 0
+        self.held, self.most, self.most_of_all = [0] * groups, [0] * groups, 0
+
+    def follow(self, outline: nn.Module, number: int, units: frozenset[str]) -> None:
+        """Count for group `number` what is made from the time on at which one of its units begins."""
+        for name, inner in outline.named_modules():
+            if name in units:
+                inner.register_forward_pre_hook(partial(self._enter, number))
+
+    def _enter(self, number: int, *_: object) -> None:
+        self._group = number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = self._operators.run(func, args, kwargs or {})
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        key = self._operators.key(tensor)  # of a view of a parameter: that of the parameter
+        if key < 0 or key in self._not_ours or key in self._there:
+            return
+        storage = tensor.untyped_storage()
+        size, group = storage.nbytes(), self._group
+        self._there[key] = weakref.ref(storage, lambda _: self._gone(key, group, size))
+        self.held[group] += size
+        self.most[group] = max(self.most[group], self.held[group])
+        self.most_of_all = max(self.most_of_all, sum(self.held))
+
+    def _gone(self, key: int, group: int, size: int) -> None:
+        self._there.pop(key, None)
+        self.held[group] -= size
