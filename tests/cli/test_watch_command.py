@@ -39,7 +39,8 @@ def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_of_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "mamba"]) == 2
-    assert "wanted a run directory at mamba or under runs, got no such folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "wanted a run directory at runs/mamba, got no such folder, and runs has no run of that name" in said
 
 
 def test_without_textual_it_says_how_to_install_it(
