@@ -32,6 +32,7 @@ def test_what_autograd_keeps_is_counted() -> None:
     ghost = ghost_step(Mlp(), mean)
     # relu keeps its output, which the second layer reads; the output of the second is a view's base for the sum
     assert ghost.kept == (FLOAT * ROWS * WIDTH + FLOAT,)
+    assert ghost.small == 1.0
     assert 0 < ghost.passing[0] <= 3 * FLOAT * ROWS * WIDTH + FLOAT * WIDTH * WIDTH
 
 
@@ -67,6 +68,7 @@ def test_it_takes_no_memory_and_changes_nothing() -> None:
     module = Large()
     ghost = ghost_step(module, lambda one: one(torch.zeros(1, 1).expand(2, 1 << 20)).sum())
     assert ghost.passing[0] >= FLOAT * (1 << 40), "the gradient of the weight"
+    assert ghost.small < 1.0
     assert module.calls == 0 and module.weight.grad is None
 
 

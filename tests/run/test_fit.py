@@ -88,7 +88,7 @@ def test_states_are_divided_where_they_are_sharded(text: Path) -> None:
     assert one.optimizer == pytest.approx(whole.optimizer / 2, rel=0.05) and one.gradients == whole.gradients
     assert two.gradients == pytest.approx(whole.gradients / 2, rel=0.05)
     assert three.parameters < whole.parameters and three.optimizer == pytest.approx(whole.optimizer / 2, rel=0.05)
-    assert one.allocator == 0, "freed memory goes back to the system"
+    assert 0 < one.allocator <= one.activations, "blocks as small as these do not go back to the system"
 
 
 def test_stages_hold_their_own_part(text: Path) -> None:

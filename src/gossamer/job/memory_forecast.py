@@ -156,7 +156,7 @@ class _Parts:
             exchange=states,
             outer_loop=outer,
             activations=(activations := self._activations(ghosts.get(replica), replica, place)),
-            allocator=round(activations * self._unused),
+            allocator=round(activations * self._unused(ghosts.get(replica))),
             messages=messages + round_bytes,
             checkpoint=self._checkpoint(held, sizes, kept, owned + outer, states),
         )
@@ -225,14 +225,14 @@ class _Parts:
         kept = kept if sharding.takes_parameters else kept // alike
         return kept + (states if sharding.is_sharded else states // alike) + private
 
-    @property
-    def _unused(self) -> float:
+    def _unused(self, ghost: GhostStep | None) -> float:
         """Return what the heap grows by beyond the activations, as a fraction of them.
 
-        Where states are sharded, freed memory goes back to the system, and nothing is lost.
+        Where states are sharded, blocks of 1 MiB and more go back to the system, and only of smaller ones some is lost.
         """
-        is_kept = not self.recipe.sharding.is_sharded and self.planned.asked.device.type == "cpu"
-        return _FRAGMENTED if is_kept else 0.0
+        if ghost is None or self.planned.asked.device.type != "cpu":
+            return 0.0
+        return _FRAGMENTED * (ghost.small if self.recipe.sharding.is_sharded else 1.0)
 
     def _activations(self, ghost: GhostStep | None, replica: int, place: int) -> int:
         if ghost is None:

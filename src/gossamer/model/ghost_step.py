@@ -24,16 +24,20 @@ from gossamer.model.split.meta_init import without_storage
 from gossamer.model.split.trace_backends import FakeTensorOps, unlogged
 from gossamer.spec.errors import BadInput
 
+_SMALL = 1 << 20  # bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GhostStep:
     """The bytes of one micro-batch beside parameters and their gradients, by group of units.
 
     `kept`: what the forward pass keeps for the backward pass; `passing`: what at most comes and goes beside that.
+    `small`: the fraction of what is kept that lies in blocks of less than 1 MiB.
     """
 
     kept: tuple[int, ...]
     passing: tuple[int, ...]
+    small: float
 
 
 def ghost_step(
@@ -73,11 +77,12 @@ def _made(ghost: _Allocations, outline: nn.Module, run: Callable[[nn.Module], Te
             parameter.register_post_accumulate_grad_hook(_dropped)  # type: ignore[no-untyped-call]
     loss = run(outline)
     kept = tuple(ghost.held)
+    small = ghost.small / max(1, sum(kept))
     passing = [most - there for most, there in zip(ghost.most, kept, strict=True)]
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
         passing[-1] = max(passing[-1], ghost.most_of_all - sum(kept))  # it starts there, where logits have a gradient
-    return GhostStep(kept=kept, passing=tuple(passing))
+    return GhostStep(kept=kept, passing=tuple(passing), small=small)
 
 
 def _dropped(parameter: Tensor) -> None:
@@ -96,6 +101,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._not_ours = {self._operators.key(tensor) for tensor in there}
         self._group = 0
         self.held, self.most, self.most_of_all = [0] * groups, [0] * groups, 0
+        self.small = 0
 
     def follow(self, outline: nn.Module, number: int, units: frozenset[str]) -> None:
         """Count for group `number` what is made from the time on at which one of its units begins."""
@@ -121,9 +127,11 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, group = storage.nbytes(), self._group
         self._there[key] = weakref.ref(storage, lambda _: self._gone(key, group, size))
         self.held[group] += size
+        self.small += size if size < _SMALL else 0
         self.most[group] = max(self.most[group], self.held[group])
         self.most_of_all = max(self.most_of_all, sum(self.held))
 
     def _gone(self, key: int, group: int, size: int) -> None:
         self._there.pop(key, None)
         self.held[group] -= size
+        self.small -= size if size < _SMALL else 0
