@@ -44,6 +44,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run: pyproject.toml | $(VENV)/bin/python
+	@echo "Installs torch, transformers and what they need into $(VENV): 1.2 GB, several GB more if the package index serves"
+	@echo "torch with CUDA (README.md, Install, says how to get the CPU build). One to a few minutes, in silence."
 	$(PIP) install -e '.[hf]'
 	touch $@
 

@@ -1,6 +1,9 @@
-"""What the demo says of longer runs."""
+"""What the demo says of longer runs, and what to type next."""
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +26,18 @@ def test_a_mark_no_run_has_passed_is_not_promised(monkeypatch: pytest.MonkeyPatc
     assert "xz" not in demo.outlook(SUMMARY, MARKS) and "zlib" in demo.outlook(SUMMARY, MARKS)
     monkeypatch.setattr(demo, "LONGER", {})
     assert demo.outlook(SUMMARY, MARKS) == ""
+
+
+def test_who_has_no_gossamer_on_the_path_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(tmp_path)
+    assert demo.activation() == (), "an environment without that script"
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    ((command, _),) = demo.activation()
+    assert command == "source .venv/bin/activate"
+    program = tmp_path / ".venv" / "bin" / "gossamer"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert demo.activation() == ()

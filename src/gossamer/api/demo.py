@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gossamer.spec.config import RunConfig
@@ -90,15 +94,25 @@ def closing(summary: Mapping[str, Any], *, text: str, train: bytes, validation: 
         seconds=summary["seconds"],
         outlook=outlook(summary, {"zlib": found.zlib, "xz": found.xz}),
         try_next=(
+            *activation(),
             (f'gossamer sample {run_dir} "class "', "more text from this model"),
             (f"gossamer export {run_dir} --to hf my-model", "a folder that transformers loads"),
             (
                 f"gossamer resume {run_dir} train.steps={4 * summary['steps']} train.seconds=0",
                 "train on, four times as long",
             ),
-            ("gossamer train run.yaml", "your model, your data (docs/tutorials/first_model.md)"),
+            ("gossamer init pretrain", "a run.yaml of your own, with comments; then: gossamer train run.yaml"),
         ),
     )
+
+
+def activation() -> tuple[tuple[str, str], ...]:
+    """Return the command that puts `gossamer` on the shell's path; none where it is there. `make demo` does without."""
+    script = Path(sys.prefix, "bin", "activate")
+    if shutil.which("gossamer") is not None or not script.is_file():
+        return ()
+    here = os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
+    return ((f"source {here}", "first, in every new shell: puts gossamer on the path"),)
 
 
 def outlook(summary: Mapping[str, Any], marks: Mapping[str, float]) -> str:
