@@ -1,4 +1,4 @@
-"""Write the generated part of docs/reference/: configuration, commands, records, and a page per method category.
+"""Write the generated part of docs/reference/: configuration, commands, records, Python API, a page per category.
 
 `make docs` runs it. `python docs/generate.py --check` fails if a committed page differs; a test checks the same.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import python_api
 import support
 from cyclopts import App
 
@@ -33,6 +34,7 @@ def pages() -> dict[str, str]:
         "commands.md": commands(),
         "records.md": record_kinds(),
         "support.md": support.page(),
+        "python_api.md": python_api.page(),
         **methods(),
     }
     return {name: f"{NOTE}\n\n{text.strip()}\n" for name, text in found.items()}

@@ -11,6 +11,7 @@ from torch import nn
 
 import gossamer
 from gossamer.spec.errors import BadInput
+from gossamer.spec.records import Start
 
 
 class Net(nn.Module):
@@ -91,6 +92,24 @@ def test_no_data(tmp_path: Path, data: Any) -> None:
     assert refused(tmp_path, Net(), data).startswith(
         "data: wanted a source as in data.source, a Corpus, or a map-style"
     )
+
+
+@pytest.mark.parametrize("way", ["in the configuration", "as an argument", "as a mapping"])
+def test_the_source_that_is_given_is_the_one_that_is_read(tmp_path: Path, way: str) -> None:
+    (tmp_path / "text.txt").write_text("letters and words, " * 400)
+    files = f"{tmp_path}/*.txt"
+    config = {
+        "train": {"steps": 1, "batch": 4, "evaluate_every": 0},
+        "data": {"sequence": 16, "validation": 0, "cache": str(tmp_path / "cache")},
+        "run": {"directory": str(tmp_path / "runs"), "display": "quiet"},
+    }
+    data: Any = f"text:{files}" if way == "as an argument" else {"text": {"files": files}}
+    if way == "in the configuration":
+        config["data"]["source"], data = data, None
+    run = gossamer.train(Net(), data, config).run
+    assert files in str(run.config().data.source)
+    (started,) = (record for record in run.records() if isinstance(record, Start))
+    assert files in started.data
 
 
 @pytest.mark.parametrize("model", [Net(100), Bare(100)])

@@ -84,7 +84,10 @@ def test_merged_and_exported_it_computes_the_same(adapter: str, tmp_path: Path) 
     origin = origin_of(ModelSection(hf=str(tmp_path / "base"), adapter=adapter))
     module = moved(origin.build(0))
     wanted = logits(module)
-    export_peft(module, str(tmp_path / "base"), origin, tmp_path / "peft")
+    said = export_peft(module, str(tmp_path / "base"), origin, tmp_path / "peft")
+    assert f"from_pretrained({str(tmp_path / 'base')!r})" in said
+    of_file = export_peft(module, str(tmp_path / "base.gguf"), origin, tmp_path / "peft of a file")
+    assert f"from_pretrained({str(tmp_path)!r}, gguf_file='base.gguf')" in of_file
     read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "peft")
     assert torch.allclose(logits(read.eval()), wanted, atol=1e-6)
     export_hf(module, origin, None, tmp_path / "whole")

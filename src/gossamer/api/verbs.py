@@ -40,7 +40,7 @@ def resume(
 
 def train(
     model: nn.Module | str | Mapping[str, Any],
-    data: Any = "stdlib",
+    data: Any = None,
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     resume: str | None = None,
@@ -49,14 +49,16 @@ def train(
     """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary and records.
 
     model:  an unmodified nn.Module (or what the `model` section of a configuration holds).
-    data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors.
+    data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors; None: the
+            source of `config`.
     config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
     resume: "auto" resumes the newest run of the same configuration that has a checkpoint, where there is one;
-            on several ranks, the run of the name that is given.
+            on several ranks (which need a run.name), the run of that name.
     callbacks: functions of a record, or objects with on_step, on_evaluation, on_save and on_end, called on rank 0 with
             a copy of the record. One that returns "stop" ends the run after the next step, on all ranks.
 
     The result is a mapping with the figures of the run; `steps`, `losses` and `evaluations` are its records as arrays.
+    After it the module has no hooks or wrappers, and its `.grad` are None. Raises BadInput, RunFailed, Interrupted.
     """
     from gossamer.job.in_process import train_in_process
 
@@ -64,7 +66,10 @@ def train(
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
-    """Return the plan to train `model` on `ranks` processes: a value to read, change, save, or pass to `--plan`."""
+    """Return the plan to train `model` on `ranks` processes: a value to read, change, save, or pass to `--plan`.
+
+    Raises BadInput, NoPlan.
+    """
     import torch
 
     from gossamer.job.in_process import config_from
@@ -98,7 +103,7 @@ def sample(
 ) -> str:
     """Generate text with the model of a run (`gossamer sample`); return the text after `prompt`, without it.
 
-    checkpoint: "latest", "best" or a step, as in `load`.
+    checkpoint: "latest", "best" or a step, as in `load`. Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.trained_run import read_chosen
     from gossamer.model.generate import generate
@@ -171,7 +176,7 @@ def export(
     adapter alone; "gguf" merges an adapter. type: how "gguf" writes matrices, f16 if None. `gossamer export RUN_DIR
     --to hf DIR` calls it. `load` in the result is the Python code that loads what was written, `notes` (GGUF) says what
     differs there in rare cases. checkpoint: "latest", "best" or a step, as in `load`.
-    Raises BadInput for a target that exists, and for a model or tokenizer that llama.cpp has no equal of.
+    Raises BadInput (a target that exists; a model or tokenizer that llama.cpp has no equal of), CheckpointMismatch.
     """
     from gossamer.job.trained_run import read_chosen
     from gossamer.model.export import export_hf, export_peft

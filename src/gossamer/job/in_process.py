@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from gossamer.data import Corpus
+from gossamer.data.source import names as source_names
 from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
@@ -222,7 +223,7 @@ def _data(data: Any, config: RunConfig) -> TrainingData:
             do="leave data.factory out, or use `gossamer train`",
             key="data.factory",
         )
-    if isinstance(data, str):
+    if data is None or isinstance(data, str) or _is_source(data):
         return training_data(config)
     if isinstance(data, Corpus):
         return of_corpus(data, config.data, text=type(data).__name__)
@@ -242,6 +243,11 @@ def _data(data: Any, config: RunConfig) -> TrainingData:
         do="wrap what you have in a torch Dataset with __len__ and __getitem__",
         key="data",
     )
+
+
+def _is_source(data: object) -> bool:
+    """Return whether it is a source with its parameters, such as {"text": {"files": "*.txt"}}."""
+    return isinstance(data, Mapping) and len(data) == 1 and next(iter(data)) in source_names()
 
 
 def _source(
@@ -273,7 +279,7 @@ def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], dat
     else:
         section = check({"model": model if isinstance(model, Mapping) else {"hf": model}}).model
     told: dict[str, Any] = {"model": section}
-    if isinstance(data, str):
+    if isinstance(data, str) or _is_source(data):
         told["data"] = config.data.model_copy(update={"source": data})
     return config.model_copy(update=told)
 

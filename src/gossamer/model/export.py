@@ -42,7 +42,10 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
     tensors, config = adapter_folder(module, base)
     files = origin.files() if origin is not None else {}
     export_adapter_directory(target, tensors, config, {n: file for n, file in files.items() if n != "config.json"})
-    model = f"transformers.AutoModelForCausalLM.from_pretrained({base!r})"
+    given = repr(base)
+    if Path(base).suffix == ".gguf":  # transformers takes such a file by its folder and its name
+        given = f"{str(Path(base).parent)!r}, gguf_file={Path(base).name!r}"
+    model = f"transformers.AutoModelForCausalLM.from_pretrained({given})"
     return f"peft.PeftModel.from_pretrained({model}, {str(target)!r})"
 
 

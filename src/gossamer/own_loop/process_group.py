@@ -114,12 +114,18 @@ def _met(place: LauncherRank, timeout_s: float) -> RankContext:
 
 
 def rank() -> int:
-    """Return this process's rank in the script's job; 0 if it is alone. Use it for work that one rank should do."""
+    """Return this process's rank in the script's job; 0 if it is alone. Use it for work that one rank should do.
+
+    Raises BadInput for a launcher's variables that are incomplete.
+    """
     return _place()[0]
 
 
 def ranks() -> int:
-    """Return the world size: the number of processes that run the same script."""
+    """Return the world size: the number of processes that run the same script.
+
+    Raises BadInput for a launcher's variables that are incomplete.
+    """
     return _place()[1]
 
 
