@@ -128,8 +128,13 @@ def test_a_reading_that_stopped_goes_on_at_the_next_row_of_the_same_commit(
         return found
 
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
-    source = parse_source({"hub": {"dataset": "someone/texts", "subset": "en"}})
+
+    def info(self: Any, repo_id: str, *, revision: str | None = None) -> Any:
+        assert (repo_id, revision) == ("someone/texts", "main")
+        return SimpleNamespace(sha=next(commits))
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", info)
+    source = parse_source({"hub": {"dataset": "someone/texts", "subset": "en", "revision": "main"}})
     with pytest.raises(BadInput, match=r"ConnectionError: the line is dead.*the 11 rows read so far are kept"):
         source.fetched(tmp_path / "cache")
     (part,) = (tmp_path / "cache").rglob("rows.part")

@@ -158,7 +158,8 @@ class Hub(Source):
             return None
         noted, known = folder / "commit.json", read_json(folder / "commit.json")
         if known is None:
-            found = importlib.import_module("huggingface_hub").HfApi().dataset_info(self.dataset, self.revision)
+            api = importlib.import_module("huggingface_hub").HfApi()
+            found = api.dataset_info(self.dataset, revision=self.revision)
             known = {"dataset": self.dataset, "commit": str(found.sha)}
             write_json(noted, known)
         return str(known["commit"])
