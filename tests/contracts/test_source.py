@@ -78,11 +78,18 @@ def mixture(folder: Path) -> dict[str, Any]:
     return {"sources": sources, "weights": {"texts": 1, "lines": 2}}
 
 
+def hub(folder: Path) -> dict[str, Any]:
+    """A folder of files as the hub has them stands for a name there."""
+    (folder / "train.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in ROWS))
+    return {"dataset": str(folder)}
+
+
 PARAMETERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "text": text,
     "jsonl": jsonl,
     "parquet": parquet,
     "hf": hf,
+    "hub": hub,
     "chat": chat,
     "pairs": pairs,
     "mixture": mixture,
@@ -90,8 +97,14 @@ PARAMETERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 @pytest.fixture(params=names())
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+def source(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Source:
     """Every member of the room; one that takes parameters needs a maker of its input above."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
     maker = PARAMETERS.get(request.param)
     made = build({request.param: maker(tmp_path) if maker else {}}, key="data.source")
     try:

@@ -96,6 +96,49 @@ def test_merged_and_exported_it_computes_the_same(adapter: str, tmp_path: Path) 
     assert not [*adapter_tensors(module)]
 
 
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_an_adapted_head_that_is_tied_is_merged_without_the_embedding(adapter: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = str(tmp_path / "base")
+    tied = ModelSection(hf="llama", config={**CONFIG, "tie_word_embeddings": True})
+    origin_of(tied).build(1).save_pretrained(base)  # type: ignore[operator]
+    origin = origin_of(ModelSection(hf=base, adapter={adapter: {"targets": ["lm_head", "q_proj"]}}))
+    module = moved(origin.build(0))
+    wanted, embedding = logits(module), module.get_input_embeddings().weight.clone()  # type: ignore[operator]
+    export_peft(module, base, origin, tmp_path / "peft")
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "peft")
+    assert torch.allclose(logits(read.eval()), wanted, atol=1e-6)
+    export_hf(module, origin, None, tmp_path / "whole")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    assert torch.equal(whole.get_input_embeddings().weight, embedding)
+    assert torch.allclose(logits(whole), wanted, atol=1e-5)
+
+
+def test_a_peft_folder_holds_what_was_trained_beside_the_adapter(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    base = str(tmp_path / "base")
+    origin_of(section("none")).build(1).save_pretrained(base)  # type: ignore[operator]
+    origin = origin_of(ModelSection(hf=base, adapter="lora", unfreeze=["norm", "embed_tokens"]))
+    module = moved(origin.build(0))
+    with torch.no_grad():
+        for name, one in module.named_parameters():
+            if "norm" in name or "embed" in name:
+                one.add_(0.3 * torch.randn(one.shape))
+    export_peft(module, base, origin, tmp_path / "peft")
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "peft")
+    assert torch.allclose(logits(read.eval()), logits(module), atol=1e-6)
+
+
+@pytest.mark.parametrize(("unfreeze", "why"), [("q_proj.weight", "adapted too"), ("embed", "tied to another one")])
+def test_a_peft_folder_without_all_that_was_trained_is_refused(tmp_path: Path, unfreeze: str, why: str) -> None:
+    of = ModelSection(hf="llama", config={**CONFIG, "tie_word_embeddings": True}, adapter="lora", unfreeze=[unfreeze])
+    with pytest.raises(BadInput, match=f"which is {why}: export with --to hf"):
+        export_peft(origin_of(of).build(0), "base", None, tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()
+
+
 def test_initial_values_follow_from_seed_and_name() -> None:
     one, same, other = (origin_of(section("lora", unfreeze=[])).build(seed) for seed in (1, 1, 2))
     drawn = [{t.name: t.tensor for t in adapter_tensors(m) if t.slot == "lora_A"} for m in (one, same, other)]

@@ -69,7 +69,8 @@ def train(
     sections: dict[str, dict[str, Any]] | None = None,
 ) -> None:
     """One run of Gossamer, whose records and checkpoints are in `folder`."""
-    config = config_of(base, adapter, steps, {**(sections or {}), "model": {"base": held}})
+    given = sections or {}
+    config = config_of(base, adapter, steps, {**given, "model": {**given.get("model", {}), "base": held}})
     asked = PartitionRequest(
         config=config,
         ranks=seat.ranks,
@@ -102,14 +103,21 @@ def train(
     )
 
 
-def by_peft(base: str, adapter: Any, steps: int) -> tuple[list[float], nn.Module]:
-    """The losses of the same steps in one process, by peft and torch alone, and the module after them."""
+def by_peft(
+    base: str, adapter: Any, steps: int, *, sgd: float | None = None, model: dict[str, Any] | None = None
+) -> tuple[list[float], nn.Module]:
+    """The losses of the same steps in one process, by peft and torch alone, and the module after them.
+
+    `sgd`: the rate of plain SGD in place of AdamW; `model`: more keys of the section.
+    """
     from gossamer.spec.plan import Plan
 
-    config = config_of(base, adapter, steps, {})
+    config = config_of(base, adapter, steps, {"model": model or {}})
     module = origin_of(config.model).build(0)
     trained = [p for p in module.parameters() if p.requires_grad]
-    update = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, betas=(0.9, 0.95))
+    update: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, betas=(0.9, 0.95))
+    if sgd is not None:
+        update = torch.optim.SGD(trained, lr=sgd)
     feed, losses = Feed(DatasetBatches(Rows()), Plan(rows=(8,), microbatches=(1,)), 0, 0), list[float]()
     for step in range(steps):
         rows = feed.fetch(step)[0].rows

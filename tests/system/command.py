@@ -179,7 +179,8 @@ class Place:
         return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid)}
 
 
-def ended(process: subprocess.Popen[str], *, within_s: float = 120.0) -> Done:
+def ended(process: subprocess.Popen[str], *, within_s: float = 300.0) -> Done:
+    """Wait for the end; longer than machines.timeout_s, after which a run itself names a rank that hangs."""
     out, err = process.communicate(timeout=within_s)
     return Done(process.returncode, out, err)
 

@@ -57,6 +57,32 @@ def test_replicas_and_stages_train_as_one_process_does(place: Place, model: dict
     assert all(one["bits_per_byte"] is None for one in held_out)
 
 
+SGD = {"optimizer": {"sgd": {"lr": 0.005}}, "max_grad_norm": 0.0, "lr_schedule": "constant"}
+ISLANDS = {"plan": {"sync": {"local_sgd": {"sync_every": 1}}}, "machines": {"islands": [[0], [1]]}}  # = plain averaging
+
+
+@pytest.mark.parametrize("model", [{}, {"adapter": {"lora": {"rank": 4}}}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "sections",
+    [{"plan": {"sharding": "zero1"}}, {"plan": {"sharding": "zero3"}}, ISLANDS],
+    ids=["zero1", "zero3", "islands"],
+)
+def test_sharded_states_and_islands_train_as_one_process_does(
+    place: Place, model: dict[str, Any], sections: dict[str, dict[str, Any]]
+) -> None:
+    """Islands that meet after every step of plain SGD average what one process would have averaged as gradients."""
+    told = settings(place, model=model, train=SGD)
+    place.good("train", place.config("alone", **told))
+    machines = {"processes": 2, **sections.get("machines", {})}
+    place.good("train", place.config("together", **told, **{**sections, "machines": machines}))
+    alone, together = place.runs()
+    assert losses(alone)[1] == pytest.approx(math.log(2), abs=1e-6) and abs(losses(alone)[4] - losses(alone)[1]) > 1e-3
+    if sections is not ISLANDS:  # whose losses are each island's own
+        assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
+    held_out = [records(run, "evaluation")[-1]["loss"] for run in (alone, together)]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-5) and abs(held_out[0] - math.log(2)) > 1e-3
+
+
 def test_a_resume_reads_what_was_computed_before_step_1(place: Place) -> None:
     told = settings(place, train={"lr_schedule": "constant"})
     for steps in (6, 3):

@@ -105,6 +105,7 @@ def _tokenized(
     """Return the corpus of a source whose parts were `read`, its tokens from the cache or put there."""
     parts = {name: one.tokenized(words, cut, cache=cache) for name, one in read.items()}
     said = "; ".join(f"{name}: {part.remark}".removeprefix(": ") for name, part in parts.items() if part.remark)
+    files = tuple(file for one in read.values() for file in one.source.stamp())
     template = _template_of(parts)
     if template is not None:  # the template in use, perhaps another than the tokenizer's own
         words = words.with_template(template)
@@ -118,7 +119,7 @@ def _tokenized(
         fingerprint = hash_of("mixture", [[name, part.fingerprint, weights[name]] for name, part in parts.items()])
         manifest = {"parts": {name: part.known for name, part in parts.items()}, "settings": settings}
         sides = {side: _mixed(parts, weights, side, cut, fingerprint) for side in SIDES}
-    return Corpus(sides["train"], sides["validation"], words, manifest, fingerprint, said, text.stamp())
+    return Corpus(sides["train"], sides["validation"], words, manifest, fingerprint, said, files)
 
 
 def _mixed(

@@ -45,6 +45,7 @@ class ReadSource:
     @staticmethod
     def of(source: Source, validation: float, *, cache: Path) -> ReadSource:
         """Read a source, or its manifest from the cache. Raises BadInput."""
+        source = source.fetched(cache)
         found = cached_manifest(source, cache=cache)
         return ReadSource(source, found, Holdout.of(found, validation, whole=source.whole))
 

@@ -280,14 +280,25 @@ def _run_tokenizer(directory: RunDirectory, trained: TrainedRun) -> Written:
 
 def _chat(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     """Return how the run reads conversations: the parameters of its source, without the files."""
-    written = config.data.source
-    choice = MethodConfig("") if isinstance(written, str) else MethodConfig.parse(written)
-    given = {name: value for name, value in choice.parameters.items() if name != "files"}
-    if choice.name != "chat":
+    choice = next((one for one in _sources(config.data.source) if one.name == "chat"), None)
+    if choice is None:
         return {}
+    given = {name: value for name, value in choice.parameters.items() if name != "files"}
     if given.get("template") is not None:  # its path is relative to the folder of the run
         given["template"] = str(folder_of(directory) / Path(given["template"]).expanduser())
     return given
+
+
+def _sources(written: Written) -> Iterator[MethodConfig]:
+    """Yield the sources that a configuration writes out, of a mixture its parts, of the hub what reads its rows."""
+    choice = MethodConfig("") if isinstance(written, str) else MethodConfig.parse(written)
+    if choice.name == "mixture":
+        for part in choice.parameters["sources"].values():
+            yield from _sources(part)
+    elif choice.name == "hub":
+        yield from _sources(choice.parameters.get("read", ""))
+    else:
+        yield choice
 
 
 def _check_tokenizer(tokenizer: Tokenizer, directory: RunDirectory, trained: TrainedRun) -> None:

@@ -12,7 +12,7 @@ from gossamer.settings.yaml_io import flow
 
 _PLAIN = ("model.hf", "model.gguf", "data.cache", "run.directory")
 _METHODS = ("data.source", "data.tokenizer")
-_OF_FILES = ("text", "jsonl", "parquet", "hf", "chat")
+_OF_FILES = ("text", "jsonl", "parquet", "hf", "chat", "pairs")
 _FIELDS = ("files", "directory", "template")
 
 
@@ -46,16 +46,27 @@ def _of_method(written: Any, folder: Path) -> Any:
     """Return a source or tokenizer with absolute paths: "text:GLOB", {text: GLOB} or {text: {files: GLOB}}."""
     if isinstance(written, str):
         name, colon, path = written.partition(":")
+        if colon and name == "hub":
+            return f"{name}:{_of_hub(path.strip(), folder)}"
         return f"{name}:{_absolute(path.strip(), folder)}" if colon and name in _OF_FILES else written
     name, inner = next(iter(written.items()))
     if name == "mixture" and isinstance(inner, Mapping) and isinstance(inner.get("sources"), Mapping):
         sources = {each: _of_method(source, folder) for each, source in inner["sources"].items()}
         return {name: {**inner, "sources": sources}}
+    if name == "hub" and isinstance(inner, Mapping):
+        folder_of_it = {"dataset": _of_hub(inner.get("dataset"), folder)}
+        read = {"read": _of_method(inner["read"], folder)} if isinstance(inner.get("read"), Mapping) else {}
+        return {name: {**inner, **folder_of_it, **read}}
     if name not in _OF_FILES:
         return written
     if isinstance(inner, str):
         return {name: _absolute(inner, folder)}
     return {name: {k: _absolute(v, folder) if k in _FIELDS else v for k, v in (inner or {}).items()}}
+
+
+def _of_hub(name: Any, folder: Path) -> Any:
+    """Return the absolute path of a local folder; a name on the hub as it is."""
+    return _absolute(name, folder) if isinstance(name, str) and (folder / name).is_dir() else name
 
 
 def _absolute(path: Any, folder: Path) -> Any:

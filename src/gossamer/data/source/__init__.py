@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar
 
 from gossamer.data._written import parse_written
@@ -55,6 +56,13 @@ class Source(ABC):
         """Return a remark for the user on the files that are read; "" for none."""
         return ""
 
+    def fetched(self, cache: Path) -> Source:
+        """Return the source of the same documents on this machine; what comes over a network is kept in `cache`.
+
+        Raises BadInput where it does not come.
+        """
+        return self
+
     def parts(self) -> dict[str, Part]:
         """Return the sources to draw from, by name: this one alone, or those of a mixture."""
         return {"": Part(self, 1.0)}
@@ -90,7 +98,7 @@ def parse_source(written: Written, key: str = "data.source") -> Source:
     """Parse the source of text in a configuration; raises BadInput.
 
     It is `stdlib`, `sotu`, `text:GLOB`, `jsonl:GLOB`, `parquet:GLOB`, `hf:DIR`, `chat:GLOB`,
-    `pairs:GLOB`, or
+    `pairs:GLOB`, `hub:NAME`, or
     {jsonl: {files: GLOB, field: body}}, or {mixture: {sources: {NAME: SOURCE}, weights: {NAME: 2}}}.
     """
     return parse_written(REGISTRY, written, key=key)

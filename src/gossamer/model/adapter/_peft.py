@@ -90,13 +90,39 @@ def give_short_names(module: nn.Module) -> None:
 def merge(module: nn.Module) -> None:
     """Merge the adapter into the weights and put the layers back, in place; a model without an adapter stays as it is.
 
-    Raises BadInput for an adapter with numbers that are not finite.
+    A head whose weight was tied to the embedding gets one of its own. Raises BadInput for an adapter with numbers that
+    are not finite, and for another layer whose weight is tied: what is merged into it would change the other one too.
     """
     for path, layer in [*layers(module)]:
+        _untie(module, path, layer)
         parent, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(parent), leaf, _merged(path, layer))
     if hasattr(module, "peft_config"):
         del module.peft_config
+
+
+def _untie(module: nn.Module, path: str, layer: Any) -> None:
+    """Give the layer at `path` a weight of its own where another module has the same one."""
+    base = layer.get_base_layer()
+    weight = base._parameters.get("weight")
+    others = [
+        name
+        for name, inner in module.named_modules()
+        if inner is not base and inner is not layer and any(one is weight for one in inner._parameters.values())
+    ]
+    if weight is None or not others:
+        return
+    whole: Any = module  # a model of transformers, if it has an output embedding
+    config, head = getattr(whole, "config", None), getattr(whole, "get_output_embeddings", None)
+    if config is None or not callable(head) or head() is not layer:
+        raise BadInput(
+            f"the adapter of {path} cannot be merged, as {others[0]} has the same weight: export with --to peft",
+            key=_KEY,
+        )
+    base.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+    whole.all_tied_weights_keys = {}
 
 
 @torch.no_grad()
@@ -121,11 +147,44 @@ def _merged(path: str, layer: Any) -> nn.Module:
 
 
 def folder_files(module: nn.Module, base: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the adapter_config.json of a peft folder; `base`: where peft finds the base model."""
+    """Return the tensors and the adapter_config.json of a peft folder; `base`: where peft finds the base model.
+
+    Modules of the base that are trained too are kept whole, as peft's modules_to_save. Raises BadInput for one that
+    peft cannot keep so.
+    """
+    saved = _saved_modules(module)
     utils = importlib.import_module("peft.utils")
     config: Any = vars(module)["peft_config"][ADAPTER]
     tensors = utils.get_peft_model_state_dict(module, adapter_name=ADAPTER)
+    for path in saved:
+        tensors |= {f"{path}.{name}": one for name, one in module.get_submodule(path).state_dict().items()}
     found = dict(config.to_dict())
+    if saved:
+        found.update(modules_to_save=saved)
     found.update(base_model_name_or_path=base, inference_mode=True)
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
     return {f"base_model.model.{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}, plain
+
+
+def _saved_modules(module: nn.Module) -> list[str]:
+    """Return the paths of the modules of the base with trained parameters."""
+    own = {id(tensor) for _, layer in layers(module) for _, tensor in slots(layer)}
+    trained = [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in own]
+    names: dict[int, int] = {}
+    for _, one in module.named_parameters(remove_duplicate=False):
+        names[id(one)] = names.get(id(one), 0) + 1
+    found = dict.fromkeys(name.rpartition(".")[0] for name in trained)
+    paths = [path for path, _ in module.named_modules()]
+    for path in found:
+        inside = module.get_submodule(path)
+        adapted = any(is_layer(inner) for inner in inside.modules())
+        tied = any(names[id(one)] > 1 for one in inside.parameters())
+        if not path or adapted or tied or sum(one.endswith(path) for one in paths) > 1:
+            why = "is adapted too" if adapted else "is tied to another one" if tied else "has no path of its own"
+            raise bad_input(
+                wanted="trained parameters that a peft folder can hold beside the adapter",
+                got=f"those of {path or 'the model itself'}, which {why}",
+                do="export with --to hf",
+                key=_KEY,
+            )
+    return list(found)
