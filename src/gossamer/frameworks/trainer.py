@@ -74,7 +74,9 @@ class GossamerCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Let the model go: a backward pass after training is this rank's own again."""
-        release(self._trainer.model)
+        model = self._trainer.model
+        if isinstance(model, nn.Module):
+            release(model)
 
 
 def _leave_ddp_out(accelerator: Any) -> None:

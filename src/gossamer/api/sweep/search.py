@@ -98,12 +98,12 @@ class Search:
         if sampler not in SAMPLERS:
             do, wanted = nearest(sampler, SAMPLERS), "one of " + ", ".join(SAMPLERS)
             raise bad_input(wanted=wanted, got=repr(sampler), do=do, key="--sampler")
-        parsed = [Range.parse(one) or Axis.parse(one) for one in settings]
+        parsed: list[Range | Axis] = [Range.parse(one) or Axis.parse(one) for one in settings]
         ranges = tuple(one for one in parsed if isinstance(one, Range))
         axes = [one for one in parsed if isinstance(one, Axis)]
         choices = tuple(axis for axis in axes if len(axis.values) > 1)
         fixed = tuple(f"{axis.key}={axis.values[0]}" for axis in axes if len(axis.values) == 1)
-        keys, varied = [one.key for one in parsed], [one.key for one in (*ranges, *choices)]
+        keys, varied = [one.key for one in parsed], [one.key for one in ranges] + [axis.key for axis in choices]
         check_keys(keys, varied)
         if twice := [key for n, key in enumerate(keys) if key in keys[:n]]:
             raise bad_input(wanted="every key once", got=f"{twice[0]} twice", do="leave one out", key=twice[0])
@@ -196,7 +196,7 @@ def search_command(
         runner = TrialRunner(
             folder=place, config=place.config_file(file), jobs=jobs, processes=search.config.machines.processes
         )
-        chosen = place.points()[:points]
+        chosen: list[Point] = [*place.points()[:points]]
         trials = [one for number, point in enumerate(chosen) for one in search.trials(number, point)]
         while True:
             run_open(trials, place, runner, tell)
