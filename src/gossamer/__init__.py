@@ -7,6 +7,7 @@
     gossamer.sample(run_dir, "The ")             # text of a trained model
     gossamer.chat(run_dir).ask("Hello")          # a dialogue with a model trained on chats
     gossamer.evaluate(run_dir, ["a.txt"])        # loss, perplexity, bits per byte
+    gossamer.evaluate_on_tasks(run_dir, ["arc_easy"])  # tasks of lm-eval-harness
     gossamer.export(run_dir, "my-model")         # a folder that transformers loads
     gossamer.load(run_dir)                       # its module, tokenizer and configuration
 
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.api.verbs import chat, evaluate, export, load, resume, sample, train
+    from gossamer.api.verbs import chat, evaluate, evaluate_on_tasks, export, load, resume, sample, train
     from gossamer.own_loop import wrap
     from gossamer.own_loop.process_group import rank, ranks
     from gossamer.spec.config import RunConfig
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_VERBS = ("chat", "evaluate", "export", "load", "resume", "sample", "train")
+_VERBS = ("chat", "evaluate", "evaluate_on_tasks", "export", "load", "resume", "sample", "train")
 __all__ = [
     "Plan",
     "RunConfig",
     "__version__",
     "chat",
     "evaluate",
+    "evaluate_on_tasks",
     "export",
     "load",
     "plan",

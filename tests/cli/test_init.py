@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import gossamer
 from gossamer.api.starters import STARTERS
 from gossamer.cli import main
 
+FIRST = 29  # schemas of Kubernetes 1.26 to 1.28 ask for onPodConditions in every rule of a podFailurePolicy
 CONFIGURED = [name for name, one in STARTERS.items() if "run.yaml" in {**one.files, **(one.beside or {})}]
 PROGRAMS = [name for name, one in STARTERS.items() if "train.py" in one.files]
 
@@ -144,5 +146,41 @@ def test_the_command_in_a_manifest_is_one(kind: str, file: str, here: Path) -> N
 def test_the_manifest_has_the_schema_of_kubernetes(here: Path) -> None:
     checker = pytest.importorskip("kubernetes_validate")
     main(["init", "kubernetes"])
-    for one in yaml.safe_load_all((here / "job.yaml").read_text()):
-        checker.validate(one, checker.latest_version(), strict=True)
+    service, job = yaml.safe_load_all((here / "job.yaml").read_text())
+    newest = checker.latest_version()
+    versions = [f"1.{minor}" for minor in range(FIRST, int(newest.split(".")[1]) + 1)]
+    for version in versions:
+        for one in (service, job):
+            checker.validate(one, version, strict=True)
+    job["spec"]["completionsMode"] = job["spec"].pop("completionMode")
+    with pytest.raises(checker.ValidationError, match="completionsMode"):
+        checker.validate(job, newest, strict=True)
+
+
+def test_the_task_file_has_the_schema_of_skypilot(here: Path) -> None:
+    sky = pytest.importorskip("sky")
+    main(["init", "skypilot"])
+    task = sky.Task.from_yaml(str(here / "task.yaml"))
+    assert (task.num_nodes, task.name, task.workdir) == (2, "gossamer", ".")
+    assert "--nnodes" in task.run and "pip install" in task.setup
+    (here / "task.yaml").write_text((here / "task.yaml").read_text().replace("num_nodes:", "nodes:"))
+    with pytest.raises(ValueError, match="nodes"):
+        sky.Task.from_yaml(str(here / "task.yaml"))
+
+
+INSTRUCTIONS = {"FROM", "RUN", "COPY", "WORKDIR"}  # those that it needs
+
+
+def test_the_dockerfile_installs_the_wheel_and_takes_what_a_run_names(here: Path) -> None:
+    main(["init", "kubernetes"])
+    text = (here / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    assert {name for name, _ in steps} == INSTRUCTIONS and steps[0][0] == "FROM"
+    said = [f"{name} {rest}" for name, rest in steps]
+    torch, wheel = (next(n for n, one in enumerate(said) if part in one) for part in ("torch>=", "COPY gossamer-"))
+    install = next(n for n, one in enumerate(said) if "pip install" in one and "gossamer-*.whl" in one)
+    place = said.index("WORKDIR /work")
+    assert torch < install and wheel < install and place < next(n for n, one in enumerate(said) if "run.yaml" in one)
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    (wanted,) = re.findall(r'"torch>=[^"]+"', project)
+    assert wanted in said[torch], "the torch that the package wants"

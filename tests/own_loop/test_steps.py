@@ -14,6 +14,7 @@ from gossamer.own_loop import _buffers
 from gossamer.own_loop.optimizer_step import _differ, _leaning
 from gossamer.own_loop.startup import check_optimizers
 from gossamer.spec.errors import BadInput
+from pool import Pool
 
 
 def test_buffers_of_one_length_that_point_elsewhere_differ() -> None:
@@ -47,3 +48,27 @@ def test_frozen_parameters_are_among_what_ranks_compare() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
     model.register_buffer("queue", torch.zeros(2))
     assert set(_buffers([model])) == {"queue", "2.weight", "2.bias"}
+
+
+def test_the_last_pass_of_a_group_may_be_that_of_a_closure_and_a_released_model_is_alone(pool: Pool) -> None:
+    torch.manual_seed(1)
+    net = nn.Linear(3, 2)
+    data = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(8)]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for group in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        for x, y in group:
+            (F.mse_loss(net(x), y) / 2).backward()
+        optimizer.step()
+    alone = nn.Linear(3, 2)
+    alone.load_state_dict(net.state_dict())
+    (F.mse_loss(alone(data[0][0]), data[0][1]) / 2).backward()
+    found = pool.run("own_loop.closure_jobs:trained", 2)
+    for one in found:
+        torch.testing.assert_close(torch.tensor(one["weights"]), net.weight.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(found[0]["alone"]), alone.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_closure_without_the_last_pass_of_a_group_is_refused(pool: Pool) -> None:
+    for said in pool.run("own_loop.closure_jobs:left_open", 2):
+        assert "before the accumulated gradients were averaged" in said

@@ -71,3 +71,17 @@ def test_a_sweep_that_is_stopped_goes_on_where_it_was(place: Place) -> None:
     (first,) = (place.folder / "s/trials/000-seed0-40steps").iterdir()
     start, again = records(first, "start")
     assert start["step"] == 0 < again["step"], "it went on from its checkpoint"
+
+
+def test_a_sampler_chooses_points_and_a_search_goes_on_where_it_was(place: Place) -> None:
+    pytest.importorskip("optuna")
+    words = ("sweep", place.config(), "train.optimizer.adamw.lr=1e-5..1e-1:log", "train.batch=2,4")
+    words = (*words, "--sampler", "tpe", "--folder", "s", "--json")
+    told = place.good(*words, "--points", "3", "--jobs", "2").last()
+    assert (told["sampler"], told["trials"], told["failed"], len(told["points"])) == ("tpe", 3, 0, 3)
+    assert told["points"][0]["mean"] <= told["points"][1]["mean"] <= told["points"][2]["mean"]
+    before = (place.folder / "s/points.jsonl").read_text()
+    more = place.good(*words, "--points", "4")
+    assert "3 of 3 trials are done already" in more.err and more.last()["trials"] == 4
+    assert (place.folder / "s/points.jsonl").read_text().startswith(before)
+    assert len(journal(place.folder / "s")) == 4

@@ -227,3 +227,29 @@ def evaluate(
     return evaluate_model(
         Path(model), named, sequence=sequence, sequences=sequences, checkpoint=checkpoint, progress=progress
     )
+
+
+def evaluate_on_tasks(
+    model: str | Path,
+    tasks: Iterable[str],
+    *,
+    shots: int | None = None,
+    examples: int | None = None,
+    sequence: int | None = None,
+    checkpoint: str | int = "latest",
+) -> dict[str, Any]:
+    """Return the figures of a model on tasks of lm-eval-harness (`gossamer eval --tasks`, extra `lm-eval`).
+
+    model:      a run directory, a Hugging Face folder or a GGUF file.
+    tasks:      the harness's names, or yaml files with a task.
+    shots:      solved examples before each question; None: as the task says.
+    examples:   at most so many of each task; None: all.
+    sequence:   tokens that the model sees at once; None: as many as it can.
+    checkpoint: of a run, as in `load`.
+    Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.task_evaluation import evaluate_tasks
+
+    return evaluate_tasks(
+        Path(model), [*tasks], shots=shots, examples=examples, sequence=sequence, checkpoint=checkpoint
+    )

@@ -22,9 +22,13 @@ def evaluate(
     sequence: int | None = None,
     sequences: int | None = None,
     checkpoint: str = "latest",
+    tasks: str = "",
+    shots: int | None = None,
     json: Json = False,
 ) -> CommandResult:
     """Measure a model on texts, e.g. `gossamer eval runs/NAME notes.txt`: loss, perplexity, bits per byte.
+
+    Or on tasks of lm-eval-harness: `gossamer eval runs/NAME --tasks arc_easy,my_task.yaml` (extra `lm-eval`).
 
     Parameters
     ----------
@@ -39,15 +43,56 @@ def evaluate(
         At most so many sequences of every text. Default: all; of the run's own text as many as in training.
     checkpoint
         latest, best (of a run with train.keep_best) or the step of a checkpoint.
+    tasks
+        lm-eval-harness's names, or yaml files with a task, with commas between them; --sequences: examples of each.
+    shots
+        Solved examples before each question of a task. Default: as the task says.
     """
-    for name, value, least in (("sequence", sequence, 2), ("sequences", sequences, 1)):
+    for name, value, least in (("sequence", sequence, 2), ("sequences", sequences, 1), ("shots", shots, 0)):
         if value is not None and value < least:
             raise bad_input(wanted=f"a number >= {least}", got=str(value), do=f"give {least} or more", key=f"--{name}")
+    if tasks:
+        return _on_tasks(model, files, tasks, shots=shots, sequence=sequence, examples=sequences, checkpoint=checkpoint)
+    if shots is not None:
+        do = "name tasks with --tasks, or leave --shots out"
+        raise bad_input(wanted="--shots with --tasks", got="no tasks", do=do, key="--shots")
     with _progress() as tick:
         data = verbs.evaluate(
             model, files, sequence=sequence, sequences=sequences, checkpoint=checkpoint, progress=tick
         )
     return CommandResult(data, _told(data))
+
+
+def _on_tasks(
+    model: Path,
+    files: Sequence[str],
+    tasks: str,
+    *,
+    shots: int | None,
+    sequence: int | None,
+    examples: int | None,
+    checkpoint: str,
+) -> CommandResult:
+    names = [name.strip() for name in tasks.split(",")]
+    if files or not all(names):
+        got = f"files too ({', '.join(files)})" if files else f"an empty name in {tasks!r}"
+        raise bad_input(wanted="tasks alone", got=got, do="give files or --tasks NAME,NAME", key="--tasks")
+    data = verbs.evaluate_on_tasks(
+        model, names, shots=shots, sequence=sequence, examples=examples, checkpoint=checkpoint
+    )
+    return CommandResult(data, _told_of_tasks(data))
+
+
+def _told_of_tasks(data: Mapping[str, Any]) -> str:
+    """Return the figures as a table: a line per task and metric."""
+    rows: list[Sequence[str]] = [("task", "metric", "value", "+-", "examples", "shots")]
+    for one in data["tasks"]:
+        spread = "" if one["stderr"] is None or math.isnan(one["stderr"]) else f"{one['stderr']:.4f}"
+        metric = one["metric"] if one["filter"] == "none" else f"{one['metric']} ({one['filter']})"
+        count, shots = ("" if number is None else str(number) for number in (one["examples"], one["shots"]))
+        rows.append((one["task"], metric, f"{one['value']:.4f}", spread, count, shots))
+    step = "" if data["step"] is None else f", step {data['step']}"
+    return f"{data['model']}{step}, in {show_seconds(data['seconds'])}\n{table(rows)}"
 
 
 @contextmanager

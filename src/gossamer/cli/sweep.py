@@ -13,6 +13,8 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_seconds
 from gossamer.view.screen import Screen
 
+_POINTS = 20  # that a sampler chooses unless told otherwise
+
 
 def sweep(
     run: Path,
@@ -21,6 +23,8 @@ def sweep(
     seeds: int = 1,
     jobs: int = 1,
     halving: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    sampler: str = "",
+    points: int | None = None,
     folder: Path | None = None,
     json: Json = False,
 ) -> CommandResult:
@@ -38,21 +42,46 @@ def sweep(
         Runs at a time; they share the cores.
     halving
         Successive halving: all on a part of the steps first, the better half on twice as many, the last on all.
+    sampler
+        tpe, gp or random of Optuna (extra `optuna`) chooses the values, also from ranges: lr=1e-5..1e-2:log.
+    points
+        Combinations that the sampler chooses. Default: 20; the same command with more goes on.
     folder
         The sweep's folder. Default: one in run.directory, the same for the same command, which so goes on.
     """
-    for name, value in (("seeds", seeds), ("jobs", jobs)):
-        if value < 1:
+    for name, value in (("seeds", seeds), ("jobs", jobs), ("points", points)):
+        if value is not None and value < 1:
             raise bad_input(wanted="a number >= 1", got=str(value), do="give 1 or more", key=f"--{name}")
     from rich.console import Console
 
     from gossamer.api.sweep.command import sweep_command
+    from gossamer.api.sweep.search import search_command
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    data = sweep_command(
-        run, settings, seeds=seeds, jobs=jobs, halving=halving, folder=folder, tell=lambda text: console.print(text)
-    )
+    _check_search(settings, sampler=sampler, points=points, halving=halving)
+    shared: dict[str, Any] = {"seeds": seeds, "jobs": jobs, "folder": folder, "tell": console.print}
+    if sampler:
+        data = search_command(run, settings, sampler=sampler, points=points or _POINTS, **shared)
+    else:
+        data = sweep_command(run, settings, halving=halving, **shared)
     return CommandResult(data, told(data), is_report=True)
+
+
+def _check_search(settings: tuple[str, ...], *, sampler: str, points: int | None, halving: bool) -> None:
+    """Raise BadInput for options that belong to a sampler without one, and for halving with one."""
+    from gossamer.api.sweep.search import Range
+
+    if sampler and halving:
+        do = "leave one of the two out"
+        raise bad_input(wanted="--halving or --sampler", got="both", do=do, key="--sampler")
+    if sampler:
+        return
+    if points is not None:
+        do = "write --sampler tpe, or leave --points out"
+        raise bad_input(wanted="--points with --sampler", got="no sampler", do=do, key="--points")
+    if ranges := [found.key for one in settings if (found := Range.parse(one)) is not None]:
+        do = "write --sampler tpe, or its values with commas between them"
+        raise bad_input(wanted="several values, or --sampler", got="a range", do=do, key=ranges[0])
 
 
 def told(data: Mapping[str, Any]) -> str:

@@ -12,16 +12,12 @@ from torch import nn
 from gossamer.data.answer_end import answer_end
 from gossamer.data.chat_template import ChatTemplate
 from gossamer.data.rendering import template_in
-from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.job.trained_run import check_no_choice, read_chosen
+from gossamer.job.found_model import FoundModel, find_model
 from gossamer.model.chat import Chat
 from gossamer.model.generate import TokenChoice
-from gossamer.model.origin import origin_of
 from gossamer.model.token_logits import token_logits
 from gossamer.run.checkpoint.choice import LATEST
-from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.view.run_directory import RunDirectory
 
 _GENERATION = "generation_config.json"
 
@@ -42,24 +38,12 @@ class ChatSettings:
             raise bad_input(wanted="at least 1 new token", got=got, do="set it to 1 or more", key="max_new_tokens")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """What was found at a place. `step`: of the run's checkpoint, None for another model."""
-
-    module: nn.Module
-    tokenizer: Tokenizer
-    positions: int | None
-    name: str
-    step: int | None
-    folders: tuple[Path, ...]  # where generation_config.json may be
-
-
 def open_chat(place: Path, settings: ChatSettings, checkpoint: str | int = LATEST) -> Chat:
     """Load the model at `place` and begin a dialogue: a run directory, a Hugging Face folder, or a GGUF file.
 
     `checkpoint`: of a run. Raises BadInput, also where there is no chat template; CheckpointMismatch.
     """
-    found = _found(place.expanduser(), checkpoint)
+    found = find_model(place.expanduser(), checkpoint)
     template = _template(found, place, settings.template)
     chat = Chat(
         logits=token_logits(found.module.eval()),
@@ -85,42 +69,7 @@ def _millions(module: nn.Module) -> str:
 _SEEN = 2048  # tokens that a model without known limit sees
 
 
-def _found(place: Path, checkpoint: str | int) -> _Found:
-    is_file, is_hf = place.is_file(), (place / "config.json").is_file()
-    if not is_file and not is_hf:
-        return _of_run(place, checkpoint)
-    check_no_choice(place, checkpoint)
-    origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
-    if not origin.has_weights:
-        do = "give a folder with model.safetensors"
-        raise bad_input(wanted=f"weights in {place}", got="a config.json without weights", do=do, key="model.hf")
-    tokenizer = parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
-    return _Found(
-        module=origin.build(0),
-        tokenizer=tokenizer,
-        positions=origin.positions(),
-        name=str(place),
-        step=None,
-        folders=(place,) if is_hf else (),
-    )
-
-
-def _of_run(place: Path, checkpoint: str | int) -> _Found:
-    trained = read_chosen(place, checkpoint)
-    tokenizer, config = trained.words(), trained.config
-    known = trained.origin.positions() if trained.origin is not None else None
-    base = Path(trained.base or config.model.hf or "")
-    return _Found(
-        module=trained.module,
-        tokenizer=tokenizer,
-        positions=known or config.data.sequence,
-        name=str(place),
-        step=trained.step,
-        folders=(RunDirectory(place).model, base),
-    )
-
-
-def _template(found: _Found, place: Path, file: Path | None) -> ChatTemplate:
+def _template(found: FoundModel, place: Path, file: Path | None) -> ChatTemplate:
     """Return the template in `file`, else the tokenizer's own."""
     if file is not None:
         try:
@@ -138,7 +87,7 @@ def _template(found: _Found, place: Path, file: Path | None) -> ChatTemplate:
     )
 
 
-def _eos_ids(found: _Found) -> list[int]:
+def _eos_ids(found: FoundModel) -> list[int]:
     """Return the ids at which the model's own settings say that generation ends."""
     told: list[Any] = [getattr(getattr(found.module, "generation_config", None), "eos_token_id", None)]
     for folder in found.folders:

@@ -200,7 +200,7 @@ class _RayRemote(RemoteHost):
             return self._code
         self._pending = None
         self._write(wrote)
-        self._code = int(code)
+        self._code = None if code is None else int(code)  # None: it runs
         return self._code
 
     def stop(self) -> None:

@@ -130,6 +130,12 @@ class GradientHooks:
         self._handles, self._nodes = [], []
 
 
+def release(model: nn.Module) -> None:
+    """Undo `gossamer.wrap` of a model: its gradients are this process's own again. Nothing to undo is no error."""
+    for param in model.parameters():
+        _close_earlier(param)
+
+
 def _close_earlier(param: nn.Parameter) -> None:
     """Close the earlier wrap of a parameter that is wrapped again."""
     hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]

@@ -69,10 +69,10 @@ class OptimizerSteps:
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_known(optimizer)
-        self._check_grouped()
         self._check_scaler()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
+            self._check_grouped()
             self._agree(optimizer)
             return None
         agreed = self._agreed(optimizer, closure)
@@ -169,12 +169,13 @@ class OptimizerSteps:
 
         def agreed() -> Any:
             loss = closure()
+            self._check_grouped()  # the last pass of a group may be that of the closure
             if not self._passes:
                 return loss
             grads = [p.grad for p in _params(optimizer) if p.grad is not None]
             squared = float(global_norm_squared([_dense(grad) for grad in grads]))
             self._checked(optimizer, LOSS, self._told(optimizer, grads, squared))
-            return self._passes[0].whole(loss)
+            return None if loss is None else self._passes[0].whole(loss)  # a closure need not return one
 
         return agreed
 

@@ -49,14 +49,8 @@ class Sweep:
     def of(file: Path, settings: Sequence[str], *, seeds: int, halving: bool) -> Sweep:
         """Check a sweep. Raises BadInput for a key that does not exist, a value that does not fit, and too few runs."""
         grid = Grid.parse(settings)
-        for axis in grid.axes:
-            if axis.key in _OURS:
-                raise bad_input(
-                    wanted="keys that a sweep leaves open", got=axis.key, do=f"give {_OURS[axis.key]}", key=axis.key
-                )
         varied = [axis.key for axis in grid.varied]
-        if "train.seed" in varied:
-            raise bad_input(wanted="seeds by --seeds N", got="several values", do="write --seeds N", key="train.seed")
+        check_keys([axis.key for axis in grid.axes], varied)
         if halving and "train.steps" in varied:
             raise bad_input(
                 wanted="one train.steps with --halving, which trains on parts of it",
@@ -71,7 +65,7 @@ class Sweep:
                 got="one run",
                 do="give more values, or use `gossamer train`",
             )
-        configs = tuple(_checked(file, point) for point in points)
+        configs = tuple(checked(file, point) for point in points)
         rungs = min(_MOST_RUNGS, int(math.log2(len(points))) + 1) if halving else 1
         if halving and rungs == 1:
             raise bad_input(
@@ -111,7 +105,22 @@ class Sweep:
         ]
 
 
-def _checked(file: Path, point: Sequence[str]) -> RunConfig:
+def check_keys(keys: Sequence[str], varied: Sequence[str]) -> None:
+    """Raise BadInput for a key that the sweep sets itself, and for seeds as values."""
+    for key in keys:
+        if key in _OURS:
+            raise bad_input(wanted="keys that a sweep leaves open", got=key, do=f"give {_OURS[key]}", key=key)
+    if "train.seed" in varied:
+        raise bad_input(wanted="seeds by --seeds N", got="several values", do="write --seeds N", key="train.seed")
+
+
+def check_start() -> None:
+    """Raise BadInput in a process that a launcher of ranks has started."""
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        raise BadInput("a sweep starts its runs itself: start it without torchrun, srun or mpirun")
+
+
+def checked(file: Path, point: Sequence[str]) -> RunConfig:
     """Return the configuration of a point, checked as far as that goes without data. Raises BadInput."""
     resolved = load(file, point)
     check_methods(resolved)
@@ -139,8 +148,7 @@ def sweep_command(
     `tell` gets a line per trial that ends. Raises BadInput before anything starts, RunFailed where all trials of a rung
     fail, Interrupted.
     """
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        raise BadInput("a sweep starts its runs itself: start it without torchrun, srun or mpirun")
+    check_start()
     sweep = Sweep.of(file, settings, seeds=seeds, halving=halving)
     place = SweepFolder(folder or sweep.folder())
     with held(place.path):
@@ -152,16 +160,20 @@ def sweep_command(
             processes=max(config.machines.processes for config in sweep.configs),
         )
         trials = _all_rungs(sweep, place, runner, tell)
-        results = place.results()
+        return ranking(trials, place)
+
+
+def ranking(trials: Sequence[Trial], place: SweepFolder) -> dict[str, Any]:
+    """Return the figures of a sweep that has ended, best point first; JSON-ready."""
+    results = place.results()
     metric = common_metric([results[one.name] for one in trials])
-    scores = ranked(trials, results, metric)
     return {
         "folder": str(place.path),
         "metric": metric,
         "unit": METRICS[metric] if metric is not None else None,
         "trials": len(trials),
         "failed": sum(not results[one.name].is_done for one in trials),
-        "points": [score.row() for score in scores],
+        "points": [score.row() for score in ranked(trials, results, metric)],
     }
 
 
@@ -173,15 +185,15 @@ def _all_rungs(sweep: Sweep, place: SweepFolder, runner: TrialRunner, tell: Tell
         if number:
             tell(f"rung {number + 1} of {len(sweep.rungs)}: {len(points)} go on, on {trials[0].steps} steps")
         every += trials
-        _run_open(trials, place, runner, tell)
+        run_open(trials, place, runner, tell)
         results = place.results()
         if not any(results[one.name].is_done for one in trials):
-            raise RunFailed(_all_failed(trials, results, place))
+            raise RunFailed(all_failed(trials, results, place))
         points = survivors(trials, results)
     return every
 
 
-def _run_open(trials: Sequence[Trial], place: SweepFolder, runner: TrialRunner, tell: Tell) -> None:
+def run_open(trials: Sequence[Trial], place: SweepFolder, runner: TrialRunner, tell: Tell) -> None:
     """Run the trials that are not done yet; those that failed are tried again."""
     known = place.results()
     open_trials = [one for one in trials if one.name not in known or not known[one.name].is_done]
@@ -213,7 +225,7 @@ def first_line(text: str) -> str:
     return cause or next(iter(lines), "no reason is known")
 
 
-def _all_failed(trials: Sequence[Trial], results: Mapping[str, TrialResult], place: SweepFolder) -> str:
+def all_failed(trials: Sequence[Trial], results: Mapping[str, TrialResult], place: SweepFolder) -> str:
     """Return the message about a rung of which nothing is done: every reason once, with how often it occurred."""
     causes: dict[str, list[Trial]] = {}
     for one in trials:

@@ -3,6 +3,7 @@
 sweep.json      what was asked: settings, seeds, halving; another sweep in the same folder is refused
 run.yaml        the configuration file as it was (or run.toml)
 journal.jsonl   one line per trial that ended; a later line of a trial replaces an earlier one
+points.jsonl    of a search: the values of each point that its sampler has chosen, in order
 trials/NAME/    the run directories of each trial        logs/NAME.log, .err   what each printed
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,10 @@ class SweepFolder:
     @property
     def journal_file(self) -> Path:
         return self.path / "journal.jsonl"
+
+    @property
+    def points_file(self) -> Path:
+        return self.path / "points.jsonl"
 
     def config_file(self, given: Path) -> Path:
         """Return where the configuration file is kept, in the format it has."""
@@ -87,6 +93,30 @@ class SweepFolder:
                 continue
             found[result.trial] = result
         return found
+
+    def points(self) -> list[dict[str, Any]]:
+        """Return the values by key of each point that was chosen, in order; a line that a crash cut short ends them."""
+        found = list[dict[str, Any]]()
+        if not self.points_file.exists():
+            return found
+        for line in self.points_file.read_text("utf-8", "replace").splitlines():
+            try:
+                point = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(point, dict):
+                break
+            found.append(point)
+        return found
+
+    def keep_points(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Replace the chosen points, and wait until they are on the disk. Raises OSError."""
+        beside = self.points_file.with_name(".points.jsonl")
+        with beside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(dict(point)) + "\n" for point in points)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.points_file)
 
     def append(self, result: TrialResult) -> None:
         """Append a result to the journal, and wait until it is on the disk. Raises OSError."""
