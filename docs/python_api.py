@@ -35,6 +35,7 @@ FUNCTIONS = {
     "sample": "../howto/chat_with_a_model.md",
     "chat": "../howto/chat_with_a_model.md#in-a-script",
     "evaluate": "../howto/evaluate.md",
+    "evaluate_on_tasks": "../howto/evaluate.md",
     "export": "../howto/export_a_model.md",
 }
 RETURNED = (TrainingResult, EvaluationCurve, TrainedRun, Chat, Answer)

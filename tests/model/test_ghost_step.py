@@ -37,7 +37,8 @@ def test_what_autograd_keeps_is_counted() -> None:
 
 
 def test_blocks_of_a_mebibyte_are_told_apart() -> None:
-    large = ghost_step(Mlp(), lambda module: module(torch.zeros(8192, WIDTH)).sum())
+    rows = torch.zeros(8192, WIDTH)
+    large = ghost_step(Mlp(), lambda module: module(rows).sum())
     assert large.kept[0] == FLOAT * 8192 * WIDTH + FLOAT and large.small == FLOAT / large.kept[0]
 
 
