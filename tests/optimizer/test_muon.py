@@ -114,3 +114,9 @@ def test_what_is_no_matrix_is_refused() -> None:
         Muon(matrices=("(",))
     with pytest.raises(BadInput, match="wanted another optimizer"):
         Muon(rest=Muon())
+
+
+def test_a_forecast_counts_one_state_of_a_matrix_and_two_of_the_rest() -> None:
+    assert Muon().states_of("up.weight", (4, 3)) == 1 and Muon().states_of("embed.weight", (4, 3)) == 2
+    assert Muon().states_of("up.bias", (4,)) == 2
+    assert optimizer_methods.build("one_bit_lamb").states_of("up.weight", (4, 3)) == 3

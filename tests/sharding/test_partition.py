@@ -19,6 +19,7 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import ProcessGroups
+from gossamer.optimizer.adamw import AdamW
 from gossamer.plan import state_bytes
 from gossamer.sharding import ShardedOptimizer, ShardedParameters, UnshardOrder
 from gossamer.sharding._hierarchical_reduce_scatter import HierarchicalReduceScatter
@@ -142,7 +143,7 @@ def test_model_state_is_what_the_formula_says(islands: tuple[int, ...], k: int, 
     where, levels = crew.layout({n: (6 * s[0], *s[1:]) for n, s in EVEN.items()}), levels_of(islands)
     walk, names = UnshardOrder.of(Named(where), ()), [e.name for e in where.entries]
     for way, each in (("weights", 4 / k + 12 / (k * m)), ("states", 16 / k)):
-        held = state_bytes(sharding_methods.build(WAYS[way]), walk, names, levels, slots=2)
+        held = state_bytes(sharding_methods.build(WAYS[way]), walk, names, levels, optimizer=AdamW())
         owners = {rank for island in levels.groups["island"] for rank in island[:k]}
         wanted = [each * where.numel if rank in owners else 0 for rank in levels.everyone]
         assert held == pytest.approx(wanted, rel=1e-12)

@@ -170,10 +170,11 @@ class _Parts:
     def _held(self, rank: int, place: int) -> tuple[dict[str, Holding], dict[str, ElementBytes]]:
         names, sharding = self._names(place), self.recipe.sharding
         params = {n: p for n, p in self.module.named_parameters() if n in names}
-        slots, sizes = len(self.recipe.optimizer.slots), dict[str, ElementBytes]()
+        rule, sizes = self.recipe.optimizer, dict[str, ElementBytes]()
         for name, p in params.items():
             size = p.element_size()
-            states = slots + (size < _FLOAT) + (sharding.differences is not None)  # and a float32 copy
+            copies = (size < _FLOAT) + (sharding.differences is not None)  # in float32
+            states = rule.states_of(name, tuple(p.shape)) + copies
             sizes[name] = ElementBytes(size, size * p.requires_grad, max(_FLOAT, size) * states)
         frozen = [n for n, p in params.items() if not p.requires_grad]
         return holdings(self.deal, shapes_of(params), rank, frozen=frozen), sizes

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from gossamer.spec.registry import Registry
@@ -90,6 +91,11 @@ class Optimizer(ABC):
         params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions); lr_scale: factor
         on `lr`, from an LRSchedule; step: number of updates made before this one.
         """
+
+    def states_of(self, name: str, shape: tuple[int, ...]) -> int:
+        """Return how many states of its own shape the parameter `name` has; a number for all of it is none."""
+        param = torch.empty(shape, device="meta")
+        return sum(one.shape == param.shape for one in self.init({name: param})[name].values())
 
     def update_apart(
         self,

@@ -12,6 +12,7 @@ from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
+from gossamer.optimizer import Optimizer
 from gossamer.recipe import PlanMethods
 from gossamer.sharding import (
     ElementBytes,
@@ -77,20 +78,20 @@ def walk_bytes(walk: UnshardOrder, deal: RowPartition, microbatches: int) -> dic
 
 
 def state_bytes(
-    sharding: Sharding, walk: UnshardOrder, trained: Collection[str], levels: ProcessGroups, *, slots: int
+    sharding: Sharding, walk: UnshardOrder, trained: Collection[str], levels: ProcessGroups, *, optimizer: Optimizer
 ) -> tuple[int, ...]:
-    """Return by rank the bytes of parameters, gradients and optimizer states; exchange state is not counted.
-
-    `slots`: tensors of optimizer state per parameter.
-    """
+    """Return by rank the bytes of parameters, gradients and optimizer states; exchange state is not counted."""
     deal = sharding.deal(levels)
     layouts = [layout for unit in (walk.always, *walk.units) for layout in unit.layouts]
     shapes, sizes = dict[str, tuple[int, ...]](), dict[str, ElementBytes]()
     for layout in layouts:
         size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
-        kept = slots + (size < wide) + (sharding.differences is not None)  # and a float32 copy
+        copies = (size < wide) + (sharding.differences is not None)  # in float32
         shapes |= {entry.name: entry.shape for entry in layout.entries}
-        sizes |= {entry.name: ElementBytes(size, size, wide * kept) for entry in layout.entries}
+        sizes |= {
+            entry.name: ElementBytes(size, size, wide * (copies + optimizer.states_of(entry.name, entry.shape)))
+            for entry in layout.entries
+        }
     frozen = shapes.keys() - frozenset(trained)
 
     def held(rank: int) -> int:

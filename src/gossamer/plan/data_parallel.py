@@ -174,7 +174,7 @@ def _held(found: Recipe, request: Request, levels: ProcessGroups) -> tuple[int, 
     if request.walk is None or (found.sharding.needs_islands and not found.plan.islands):
         return ()
     trained = frozenset(n for n, _ in request.shapes)
-    return state_bytes(found.sharding, request.walk, trained, levels, slots=len(found.optimizer_with(1.0).slots))
+    return state_bytes(found.sharding, request.walk, trained, levels, optimizer=found.optimizer_with(1.0))
 
 
 def _held_apart(loop: OuterLoopConfig, found: Recipe, request: Request, islands: ProcessGroups) -> tuple[int, ...]:
