@@ -31,8 +31,8 @@ def test_without_an_argument_it_lists_every_start_and_writes_nothing(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["init"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in STARTERS) and not list(here.iterdir())
+    begins = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}  # on any screen
+    assert begins >= {*STARTERS} and not list(here.iterdir())
 
 
 @pytest.mark.parametrize("kind", STARTERS)

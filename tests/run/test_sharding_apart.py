@@ -261,7 +261,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {**plan_of(SHARDED[0], sync={"zero_one": {"var_freeze_step": 2}}), "train": {"optimizer": "zero_one_adam"}},
         "small",
-        "plan.sharding: wanted an element-wise optimizer",
+        "plan.sharding: wanted an optimizer that is the same by rows",
     ),
 ]
 

@@ -107,7 +107,11 @@ def test_what_has_no_template_is_refused_or_gets_one(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = Path(shutil.copytree(run, tmp_path / "bare"))
+    identity = bare / "tokenizer" / "identity.json"  # as of a run whose tokenizer came without a template
     (bare / "tokenizer" / "chat_template.jinja").unlink()
+    known = json.loads(identity.read_text())
+    del known["sha256"]["chat_template.jinja"]
+    identity.write_text(json.dumps(known))
     said = f"a chat template with the tokenizer of {bare}, got none.*--template FILE, .*: gossamer sample {bare} PROMPT"
     with pytest.raises(BadInput, match=said):
         gossamer.chat(bare)
