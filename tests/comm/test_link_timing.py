@@ -101,7 +101,7 @@ def test_every_level_has_its_own_latency_and_bandwidth(on, ranks: int) -> None:
     assert found[0].levels["all"].latency_s == pytest.approx(2e-2), "messages between all wait for the line"
 
 
-@pytest.mark.parametrize(("ranks", "known"), [(20, False), (36, True)])
+@pytest.mark.parametrize(("ranks", "known"), [(20, False), pytest.param(36, True, marks=pytest.mark.nightly)])
 def test_beyond_sixteen_ranks_sites_are_found_of_hosts(on, ranks: int, known: bool) -> None:
     """With hosts of two ranks and without; what a rank sends at once has a bound that ranks do not raise."""
     links = Links(sites(ranks // 2))

@@ -51,7 +51,13 @@ def proofs(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("adapter", names())
+AT_NIGHT = (("lora", "bf16"), ("rslora", "int4"), ("lora_fa", "int8"))
+DAILY = ("lora", "vera", "ia3")  # the others at night, and all of them for 20 steps (test_adapters_long.py)
+
+
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in names()]
+)
 def test_every_kind_is_that_of_peft(pool: Pool, tmp_path: Path, base: str, adapter: str) -> None:
     ranks, sections = WAYS["stages"]
     given = {"base": base, "adapter": adapter, "folder": str(tmp_path), "steps": STEPS}
@@ -138,7 +144,8 @@ def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -
 
 
 @pytest.mark.parametrize(
-    ("adapter", "held"), [("lora", "bf16"), ("lora", "int8"), ("rslora", "int4"), ("lora_fa", "int8")]
+    ("adapter", "held"),
+    [("lora", "int8"), *(pytest.param(*one, marks=pytest.mark.nightly) for one in AT_NIGHT)],
 )
 def test_on_a_base_in_blocks_it_is_peft_on_the_decoded_weights(
     pool: Pool, tmp_path: Path, base: str, adapter: str, held: str

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from run.test_trainer import records
 
 TRAIN = {
@@ -25,6 +27,7 @@ def texts(pool: Any, folder: Path, ranks: int, **plan: Any) -> tuple[list[str], 
     return [r["text"] for r in records(folder, "sample")], said
 
 
+@pytest.mark.nightly
 def test_the_text_is_that_of_the_whole_model(pool, tmp_path: Path) -> None:
     """Beyond the window, too; and training is what it is without samples."""
     expected, (alone,) = texts(pool, tmp_path / "1", 1)

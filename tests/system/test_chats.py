@@ -28,7 +28,7 @@ def settings(place: Place, kind: str = "zephyr", **data: Any) -> dict[str, Any]:
     return {"model": {"hf": "llama", "config": {**SIZES, "vocab_size": 260}}, "data": told}
 
 
-@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("pack", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_conversations_train_alike_on_one_process_and_on_two(place: Place, pack: bool) -> None:
     told = settings(place, pack=pack)
     for processes in (1, 2):

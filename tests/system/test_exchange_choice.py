@@ -29,6 +29,7 @@ def seen(run: Path, kind: str) -> list[dict]:
     return records(run, kind) if (run / "records.jsonl").exists() else []
 
 
+@pytest.mark.nightly
 def test_a_slow_line_is_compressed_and_a_slower_one_is_found_out(place: Place) -> None:
     """At 20 Mbit/s some of the gradients are encoded; at a tenth of it the links are measured again and it says so."""
     config = place.config(
