@@ -26,6 +26,11 @@ def zeros(params: Mapping[str, Tensor], slots: Sequence[str]) -> dict[str, dict[
     }
 
 
+def chosen(some: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those of `tensors` whose names are in `some`, in its order."""
+    return {name: tensors[name] for name in some if name in tensors}
+
+
 def lists(
     params: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],

@@ -16,6 +16,7 @@ from functools import cached_property
 from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._foreach import chosen
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -88,7 +89,7 @@ class ByPattern(Optimizer):
         step: int,
     ) -> None:
         for factor, some in self._groups(params).items():
-            self.inner.update(some, _of(some, grads), state, lr_scale=factor * lr_scale, step=step)
+            self.inner.update(some, chosen(some, grads), state, lr_scale=factor * lr_scale, step=step)
 
     def update_apart(
         self,
@@ -100,13 +101,13 @@ class ByPattern(Optimizer):
         step: int,
     ) -> None:
         for factor, some in self._groups(params).items():
-            self.inner.update_apart(some, _of(some, grads), state, lr_scale=factor * lr_scale, step=step)
+            self.inner.update_apart(some, chosen(some, grads), state, lr_scale=factor * lr_scale, step=step)
 
     def meet(
         self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
     ) -> None:
         for factor, some in self._groups(params).items():
-            self.inner.meet(some, _of(some, moved), state, rates=factor * rates)
+            self.inner.meet(some, chosen(some, moved), state, rates=factor * rates)
 
     def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
         return self.inner.second_moments(state, step=step)
@@ -130,7 +131,3 @@ class ByPattern(Optimizer):
     @cached_property
     def _known(self) -> dict[str, float]:
         return {}
-
-
-def _of(some: Mapping[str, Tensor], all_of_them: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: all_of_them[name] for name in some if name in all_of_them}

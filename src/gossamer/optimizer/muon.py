@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._foreach import chosen
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -133,7 +134,7 @@ class Muon(Optimizer):
     ) -> None:
         matrices, others = self._split(params)
         self._move(matrices, grads, state, rate=self.lr * lr_scale)
-        self.rest.update(others, _of(others, grads), state, lr_scale=lr_scale, step=step)
+        self.rest.update(others, chosen(others, grads), state, lr_scale=lr_scale, step=step)
 
     @torch.no_grad()
     def update_apart(
@@ -147,13 +148,13 @@ class Muon(Optimizer):
     ) -> None:
         matrices, others = self._split(params)
         self._move(matrices, grads, state, rate=self.lr * lr_scale)
-        self.rest.update_apart(others, _of(others, grads), state, lr_scale=lr_scale, step=step)
+        self.rest.update_apart(others, chosen(others, grads), state, lr_scale=lr_scale, step=step)
 
     def meet(
         self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
     ) -> None:
         _, others = self._split(params)
-        self.rest.meet(others, _of(others, moved), state, rates=rates * self.rest.lr / self.lr)
+        self.rest.meet(others, chosen(others, moved), state, rates=rates * self.rest.lr / self.lr)
 
     def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
         others = {name: slots for name, slots in state.items() if not self._is_matrix_of(name, slots)}
@@ -252,7 +253,3 @@ def orthogonalized(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tenso
         gram = x @ x.t()
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=_Q, alpha=_R), x, beta=_P)
     return x.t() if is_tall else x
-
-
-def _of(some: Mapping[str, Tensor], all_of_them: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: all_of_them[name] for name in some if name in all_of_them}
