@@ -76,18 +76,25 @@ def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int
     """Partition `tensors` into bucket layouts of at most `bucket_bytes`, in the order of backward (last tensors first).
 
     Small models still get about `at_least` buckets of 1 MiB or more, so that communication starts before backward ends.
-    Tensors of different dtype or device never share a bucket; a tensor larger than a bucket has its own.
+    With `at_least` above 1 a bucket also holds at most half of what is left, down to 1 MiB: what is sent after backward
+    has ended is small. Tensors of different dtype or device never share a bucket; a tensor larger than a bucket has its
+    own.
     """
     total = sum(t.numel() * t.element_size() for t in tensors.values())
-    cap = min(bucket_bytes, max(2**20, -(-total // at_least)))
+    cap = min(bucket_bytes, max(_LEAST_BYTES, -(-total // at_least)))
     open_buckets: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     done: list[Layout] = []
+    left = total  # bytes that are in no finished bucket
     for name, tensor in reversed(list(tensors.items())):
         kind = (tensor.dtype, tensor.device)
         held = open_buckets.setdefault(kind, {})
-        size = sum(t.numel() for t in held.values()) + tensor.numel()
-        if held and size * tensor.element_size() > cap:
+        size = (sum(t.numel() for t in held.values()) + tensor.numel()) * tensor.element_size()
+        if held and size > (min(cap, max(_LEAST_BYTES, left // 2)) if at_least > 1 else cap):
             done.append(Layout.of(held))
+            left -= done[-1].numel * tensor.element_size()
             held = open_buckets[kind] = {}
         held[name] = tensor
     return (*done, *(Layout.of(held) for held in open_buckets.values() if held))
+
+
+_LEAST_BYTES = 2**20  # of a bucket: smaller ones cost more in messages than they hide
