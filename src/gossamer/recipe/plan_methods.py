@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer import saver as saver_methods
 from gossamer import sharding as sharding_methods
 from gossamer import sync as sync_methods
 from gossamer.exchange import Exchange
@@ -14,6 +15,7 @@ from gossamer.p2p.activation import ActivationCodec
 from gossamer.pipeline import schedule
 from gossamer.pipeline.schedule import PipelineSchedule
 from gossamer.recipe.parameter_rules import ParameterRules
+from gossamer.saver import Saver
 from gossamer.sharding import RowPartition, Sharding
 from gossamer.spec.config import PlanSection
 from gossamer.spec.plan import Plan
@@ -26,7 +28,8 @@ ALL_REDUCE = "dense"  # of plan.exchange, until it is chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMethods:
-    """The methods that a plan names: sync, sharding, exchange by parameter, pipeline schedule, activation compression.
+    """The methods that a plan names: sync, sharding, exchange by parameter, pipeline schedule, activation compression,
+    savers.
 
     For a key that is still `auto`, every_step and dense stand in; `chooses_sync` and `chooses_exchange` say so.
     `activation`: one codec per stage boundary.
@@ -38,6 +41,7 @@ class PlanMethods:
     exchange: ParameterRules
     schedule: PipelineSchedule
     activation: tuple[ActivationCodec, ...]
+    savers: tuple[Saver, ...]
 
     @staticmethod
     def of(plan: Plan) -> PlanMethods:
@@ -51,6 +55,7 @@ class PlanMethods:
             exchange=ParameterRules.read(ALL_REDUCE if plan.exchange == AUTO else plan.exchange),
             schedule=schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule"),
             activation=tuple(activation.build(one, key="plan.activation_compression") for one in each),
+            savers=tuple(saver_methods.build(one, key="plan.savers") for one in plan.savers),
         )
 
     @staticmethod

@@ -17,21 +17,25 @@ from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+from gossamer.saver import Site, install_all
 from gossamer.sharding import Holding, holdings, shapes_of
 
 
 def engine_of(parts: Parts) -> ModelRuntime:
-    """Return the model with its loss, precision and random state. Compiles units, so call it once per run."""
+    """Return the model with its loss, savers, precision and random state. Compiles units, so call it once per run."""
     config, module = parts.config, parts.module
     module.train()
     if config.model.compile and parts.cut is None:  # stages are already compiled
         compile_units(module, parts.plan.units)
+    caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
+    randomness = unit_seeds(module, parts.units, seed=config.train.seed)
+    site = Site(units=parts.units, objective=parts.objective, in_stages=parts.cut is not None)
     return ModelRuntime(
         module=module,
-        caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
-        objective=parts.objective,
+        caller=caller,
+        objective=install_all(parts.recipe.methods.savers, module, site).objective,
         precision=precision_of(config.train.precision),
-        randomness=unit_seeds(module, parts.units, seed=config.train.seed),
+        randomness=randomness,
         device=parts.device,
     )
 

@@ -106,6 +106,7 @@ def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, An
     yield "plan.exchange", "exchange", asked.exchange, exchange
     yield "plan.sync", "sync", asked.sync, plan.sync
     yield "plan.sharding", "sharding", asked.sharding, plan.sharding
+    yield "plan.savers", "savers", config.plan.named_savers if asked.savers != "auto" else "auto", plan.savers
     yield "machines.islands", "islands", _tuples(config.machines.islands), plan.islands
     yield "train.batch", "rows", config.train.batch, plan.batch
 
@@ -146,6 +147,8 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         yield "plan.batch_fractions", list(plan.batch_fractions), "batch_fractions"
     yield "plan.sharding", plan.sharding, "sharding"
     yield "plan.sync", plan.sync, "sync"
+    if plan.savers:
+        yield "plan.savers", list(plan.savers), "savers"
     if plan.exchange != "auto":
         yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
     if plan.mesh.in_stages:
