@@ -14,6 +14,7 @@ from gossamer.p2p import activation
 from gossamer.p2p.activation import ActivationCodec
 from gossamer.pipeline import schedule
 from gossamer.pipeline.schedule import PipelineSchedule
+from gossamer.pipeline.schedule.recompute import Recompute
 from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.saver import Saver
 from gossamer.sharding import RowPartition, Sharding
@@ -48,14 +49,17 @@ class PlanMethods:
         """Build the methods of a plan. Raises BadInput for an unknown name or wrong settings of a method."""
         written = plan.activation_compression
         each = written if isinstance(written, tuple) else (written,) * (plan.mesh.pipe - 1)
+        savers = tuple(saver_methods.build(one, key="plan.savers") for one in plan.savers)
+        order = schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule")
+        again = plan.mesh.in_stages and any(saver.recomputes_stages for saver in savers)
         return PlanMethods(
             plan=plan,
             sync=sync_methods.build(EVERY_STEP if plan.sync == AUTO else plan.sync, key="plan.sync"),
             sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
             exchange=ParameterRules.read(ALL_REDUCE if plan.exchange == AUTO else plan.exchange),
-            schedule=schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule"),
+            schedule=Recompute(order) if again else order,
             activation=tuple(activation.build(one, key="plan.activation_compression") for one in each),
-            savers=tuple(saver_methods.build(one, key="plan.savers") for one in plan.savers),
+            savers=savers,
         )
 
     @staticmethod

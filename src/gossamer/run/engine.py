@@ -30,13 +30,15 @@ def engine_of(parts: Parts) -> ModelRuntime:
     caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
     randomness = unit_seeds(module, parts.units, seed=config.train.seed)
     site = Site(units=parts.units, objective=parts.objective, in_stages=parts.cut is not None)
+    saving = install_all(parts.recipe.methods.savers, module, site)
     return ModelRuntime(
         module=module,
         caller=caller,
-        objective=install_all(parts.recipe.methods.savers, module, site).objective,
+        objective=saving.objective,
         precision=precision_of(config.train.precision),
         randomness=randomness,
         device=parts.device,
+        without_savers=saving.remove,
     )
 
 

@@ -29,7 +29,22 @@ from typing import ClassVar
 from torch import nn
 
 from gossamer.loss import Loss
+from gossamer.saver._cheapest_set import UnitBytes, UnitChoice, cheapest_set, least_budget
 from gossamer.spec.registry import Registry
+
+__all__ = [
+    "REGISTRY",
+    "Installed",
+    "Saver",
+    "Site",
+    "UnitBytes",
+    "UnitChoice",
+    "build",
+    "cheapest_set",
+    "install_all",
+    "least_budget",
+    "names",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +75,14 @@ class Saver(ABC):
 
     `is_exact`: trained weights are bit-equal to those of plain training. `in_stages`: it works in a model in pipeline
     stages. `with_sharded_parameters`: it works where a unit's parameters are there only while the unit runs.
-    `excludes`: names of other savers that it cannot be combined with.
+    `recomputes_stages`: in stages, it is the schedule that recomputes the forward of a stage. `excludes`: names of
+    other savers that it cannot be combined with.
     """
 
     is_exact: ClassVar[bool] = True
     in_stages: ClassVar[bool] = False
     with_sharded_parameters: ClassVar[bool] = False
+    recomputes_stages: ClassVar[bool] = False
     excludes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod

@@ -35,6 +35,7 @@ LAWS: tuple[Law, ...] = (
     sharding.sharding_with_policy,
     savers.savers_with_each_other,
     savers.savers_with_layout,
+    savers.recompute_with_stages,
     adaptation.policy_with_islands,
     sharding.sharding_with_optimizer,
     sharding.sharding_with_microbatches,

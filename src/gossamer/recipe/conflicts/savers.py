@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from gossamer.pipeline.schedule.recompute import Recompute as RecomputedSchedule
 from gossamer.recipe.recipe import Recipe
+from gossamer.saver.recompute import Recompute
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
@@ -55,4 +57,27 @@ def savers_with_layout(recipe: Recipe) -> BadInput | None:
                 do="leave that saver out, or set plan.sharding to zero2",
                 key=_KEY,
             )
+    return None
+
+
+def recompute_with_stages(recipe: Recipe) -> BadInput | None:
+    """Return an error for recompute in stages that names units, or beside a schedule that recomputes too."""
+    found = next((saver for saver in recipe.methods.savers if isinstance(saver, Recompute)), None)
+    if found is None or not recipe.in_stages:
+        return None
+    if found != Recompute():
+        return bad_input(
+            wanted="plan.savers: [recompute] in stages, where a stage is recomputed as a whole",
+            got=told(next(one for one in recipe.plan.savers if MethodConfig.parse(one).name == "recompute")),
+            do="leave its settings out, or set plan.mesh.pipe to 1",
+            key=_KEY,
+        )
+    schedule = recipe.methods.schedule
+    if isinstance(schedule, RecomputedSchedule) and isinstance(schedule.inner, RecomputedSchedule):
+        return bad_input(
+            wanted="recompute once: plan.savers: [recompute] puts it around the schedule",
+            got=f"plan.pipeline_schedule {told(recipe.plan.pipeline_schedule)} beside it",
+            do="leave one of the two out",
+            key=_KEY,
+        )
     return None
