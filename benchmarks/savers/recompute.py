@@ -1,4 +1,4 @@
-"""Recompute within budgets of bytes: the peak of activations as planned on shapes alone, and as the allocator counts it.
+"""Recompute within budgets of bytes: peaks of activations as planned on shapes alone, and as the allocator counts.
 
 A model like GPT-2 trains a few steps of one micro-batch: plainly, with all blocks recomputed, and with the set that two
 budgets between them ask for. Before every measured step parameters have gradients, so that these are not counted.

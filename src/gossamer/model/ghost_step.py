@@ -187,7 +187,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.small -= size if size < _SMALL else 0
 
 
-class _UnitAllocations(_Allocations):
+class _UnitAllocations(_Allocations):  # type: ignore[no-untyped-call]
     """The same by units, which are numbered in the order in which they are first called; 0 is what comes before."""
 
     def __init__(self, outline: nn.Module, units: Sequence[str]) -> None:
