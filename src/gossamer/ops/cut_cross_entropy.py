@@ -31,7 +31,7 @@ from torch import Tensor
 IGNORE = -100
 _TILE = 1 << 20  # logits of a tile: 4 MiB in float32, which a cache holds
 _TOKENS = 1024  # of a tile, at most: longer ones leave too few words for a good matrix product
-_KEPT = 1 << 25  # logits that gradients in forward keep: 128 MiB in float32
+KEPT = 1 << 25  # logits that gradients in forward keep: 128 MiB in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +71,17 @@ class HeadLoss:
 
     `compute`: dtype of the matrix products, None for that of the hidden states; `filter`: smallest probability that has
     a gradient, 0 for all; `tile`: tokens and words of a tile, None for sizes that fit a cache; `kept`: logits that
-    gradients in forward keep at most.
+    gradients in forward keep at most; `is_outline`: tensors have shapes alone, so that labels cannot be read, and all
+    are taken for valid.
     """
 
     logits: LogitMap = LogitMap()
     compute: torch.dtype | None = None
     filter: float = 0.0
     tile: tuple[int, int] | None = None
-    kept: int = _KEPT
+    kept: int = KEPT
     shard: VocabularyShard | None = None
+    is_outline: bool = False
 
 
 _PLAIN = HeadLoss()
@@ -93,8 +95,7 @@ def token_losses(
     weight (V, D), bias (V); labels (N,) int64, all of them valid. Gradients are computed again in backward. Raises
     IndexError for a label without a logit.
     """
-    if head.shard is None:
-        _check_labels(labels, weight.shape[0])
+    _check_labels(labels, weight.shape[0], head)
     losses, lse = _Recomputed.apply(hidden.to(head.compute or hidden.dtype), weight, bias, labels, head)
     return losses, lse
 
@@ -115,18 +116,20 @@ def cut_cross_entropy(
     Rows whose label is `ignore_index` are left out before anything is computed. `in_forward`: gradients are made in
     forward, where the reduction gives one number and the head is whole; the graph has one backward then.
     """
-    valid = (labels != ignore_index).nonzero().squeeze(1)
-    count = valid.numel()
-    is_whole = count == labels.numel()
-    rows, targets = (hidden, labels) if is_whole else (hidden.index_select(0, valid), labels.index_select(0, valid))
+    valid = None if head.is_outline else (labels != ignore_index).nonzero().squeeze(1)
+    if valid is None or valid.numel() == labels.numel():
+        rows, targets, is_whole = hidden, labels, True
+    else:
+        rows, targets, is_whole = hidden.index_select(0, valid), labels.index_select(0, valid), False
+    count = targets.numel()
     if in_forward and reduction != "none" and head.shard is None and torch.is_grad_enabled():
-        _check_labels(targets, weight.shape[0])
+        _check_labels(targets, weight.shape[0], head)
         scale = 1.0 / max(count, 1) if reduction == "mean" else 1.0
         total: Tensor = _InForward.apply(rows.to(head.compute or rows.dtype), weight, bias, targets, scale, head)
         return total if count or reduction == "sum" else total / 0  # a mean over nothing: nan, as the plain loss
     losses, _ = token_losses(rows, weight, targets, bias, head=head)
     if reduction == "none":
-        return losses if is_whole else losses.new_zeros(labels.shape).index_copy(0, valid, losses)
+        return losses if valid is None or is_whole else losses.new_zeros(labels.shape).index_copy(0, valid, losses)
     return losses.sum() / count if reduction == "mean" and count else losses.sum() / (1 if reduction == "sum" else 0)
 
 
@@ -144,8 +147,10 @@ def cut_bytes(tokens: int, words: int, *, in_forward: bool, makes_weight: bool, 
     return 4 * (kept + (n * w if head.logits.is_capped else 0) + 4 * tokens)
 
 
-def _check_labels(labels: Tensor, words: int) -> None:
-    if labels.numel() and (int(labels.min()) < 0 or int(labels.max()) >= words):
+def _check_labels(labels: Tensor, words: int, head: HeadLoss) -> None:
+    if head.shard is not None or head.is_outline or not labels.numel():
+        return
+    if int(labels.min()) < 0 or int(labels.max()) >= words:
         wrong = labels[(labels < 0) | (labels >= words)][0]
         raise IndexError(f"Target {int(wrong)} is out of bounds.")  # the words of F.cross_entropy
 
@@ -239,9 +244,9 @@ class _Rows:
     def take(self, rows: slice, tile: Tensor, labels: Tensor, first: int) -> None:
         """Add a tile, whose logits become exp(z - largest of these rows so far). `first`: number of its first word."""
         here = labels[rows] - first
-        found = ((here >= 0) & (here < tile.shape[1])).nonzero().squeeze(1)
-        if found.numel():
-            self.target[rows][found] = tile[found, here[found]]
+        near = here.clamp(0, tile.shape[1] - 1)
+        here_too = tile.gather(1, near.unsqueeze(1)).squeeze(1)
+        self.target[rows].copy_(torch.where(near == here, here_too, self.target[rows]))
         before = self.largest[rows]
         now = torch.maximum(before, tile.amax(1))
         self.total[rows].mul_(torch.exp(before - now))
@@ -301,12 +306,12 @@ class _Gradients:
     def add_labels(self, labels: Tensor, by_row: Tensor) -> None:
         """Add what the labels contribute, `by_row` each; labels of words that are elsewhere have none here."""
         weight, hidden = self.tiles.weight, self.tiles.hidden
-        found = ((labels >= 0) & (labels < weight.shape[0])).nonzero().squeeze(1)
-        words, factor = labels[found], by_row[found]
+        words = labels.clamp(0, weight.shape[0] - 1)
+        factor = by_row * (words == labels)
         if self.hidden is not None:
-            self.hidden.index_add_(0, found, weight[words].to(self.tiles.sums) * factor.unsqueeze(1))
+            self.hidden.addcmul_(weight[words].to(self.tiles.sums), factor.unsqueeze(1))
         if self.weight is not None:
-            self.weight.index_add_(0, words, hidden[found].to(self.tiles.sums) * factor.unsqueeze(1))
+            self.weight.index_add_(0, words, hidden.to(self.tiles.sums) * factor.unsqueeze(1))
         if self.bias is not None:
             self.bias.index_add_(0, words, factor)
 

@@ -12,6 +12,7 @@ from gossamer.model.unit_seeds import unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
+from gossamer.run.batches import moved
 from gossamer.run.checkpoint import trainable
 from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
@@ -29,16 +30,30 @@ def engine_of(parts: Parts) -> ModelRuntime:
         compile_units(module, parts.plan.units)
     caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
     randomness = unit_seeds(module, parts.units, seed=config.train.seed)
-    site = Site(units=parts.units, objective=parts.objective, in_stages=parts.cut is not None)
-    saving = install_all(parts.recipe.methods.savers, module, site)
+    installed = install_all(parts.recipe.methods.savers, module, _site(parts))
     return ModelRuntime(
         module=module,
         caller=caller,
-        objective=saving.objective,
+        objective=installed.objective,
         precision=precision_of(config.train.precision),
         randomness=randomness,
         device=parts.device,
-        without_savers=saving.remove,
+        without_savers=installed.remove,
+        told=installed.told,
+    )
+
+
+def _site(parts: Parts) -> Site:
+    """Return where savers are installed on this rank, with the first rows of the training data."""
+    plan = parts.plan
+    rows = max(-(-rows // counts) for rows, counts in zip(plan.rows, plan.microbatches, strict=True))
+    first = moved(parts.train.batch(np.arange(parts.train.together)), parts.device) if plan.savers else None
+    return Site(
+        units=parts.units,
+        objective=parts.objective,
+        in_stages=parts.cut is not None,
+        batch=first,
+        rows=max(1, rows // parts.train.together),
     )
 
 

@@ -22,11 +22,11 @@ less. To add one:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.loss import Loss
 from gossamer.saver._cheapest_set import UnitBytes, UnitChoice, cheapest_set, least_budget
@@ -53,21 +53,27 @@ class Site:
 
     `units`: the names of the model's units, each with its own random state. `objective`: what computes the loss from
     the output of a training forward. `in_stages`: the module is that of some pipeline stages, and units of other stages
-    are placeholders in it. `is_outline`: it has shapes alone, to count memory.
+    are placeholders in it. `is_outline`: it has shapes alone, to count memory. `batch`: training rows on the module's
+    device, as few as the loss takes; None where there are none. `rows`: how many a micro-batch of this rank has.
     """
 
     units: tuple[str, ...]
     objective: Loss
     in_stages: bool = False
     is_outline: bool = False
+    batch: Mapping[str, Tensor] | None = None
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """A saver in place. `remove` undoes it; `objective`: what computes the loss from now on."""
+    """A saver in place. `remove` undoes it; `objective`: what computes the loss from now on. `told`: a line for the
+    log, such as what it saves; "" for none.
+    """
 
     remove: Callable[[], None]
     objective: Loss
+    told: str = ""
 
 
 class Saver(ABC):
@@ -108,7 +114,8 @@ def install_all(savers: Sequence[Saver], module: nn.Module, site: Site) -> Insta
             remove()
             raise
         site = replace(site, objective=there[-1].objective)
-    return Installed(remove=remove, objective=site.objective)
+    told = "; ".join(one.told for one in there if one.told)
+    return Installed(remove=remove, objective=site.objective, told=told)
 
 
 REGISTRY: Registry[Saver] = Registry(__name__, Saver)
