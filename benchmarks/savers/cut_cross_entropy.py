@@ -24,7 +24,7 @@ from savers import Row
 TOKENS, QUICK_TOKENS, WORDS, WIDTH = 4096, 1024, 65_536, 256
 REPEATS, QUICK_REPEATS = 5, 3
 NOT_QUICK = f"{TOKENS} tokens: quick takes {QUICK_TOKENS}, and torch's loss with its own choice of chunks is left out"
-CHUNK = 512  # of torch's loss: with its own choice of 16 tokens it takes more than ten times as long on a CPU
+CHUNK = 512  # of torch's loss: with its own choice of a few tokens it takes more than ten times as long on a CPU
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 

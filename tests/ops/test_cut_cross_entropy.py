@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from ops import head_jobs
+from pool import Pool
 from torch import Tensor
 
 from gossamer.ops.cut_cross_entropy import (
     HeadLoss,
     LogitMap,
-    VocabularyShard,
     cut_bytes,
     cut_cross_entropy,
     plain_bytes,
@@ -199,45 +200,15 @@ def test_double_precision_gradients_by_differences() -> None:
         assert torch.autograd.gradcheck(lambda h, w, b, head=head: token_losses(h, w, labels, b, head=head), given)
 
 
-def _sharded(rank: int, port: int, results: list[Tensor]) -> None:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        hidden, weight, labels, shift = _made()
-        words = slice(0, 200) if rank == 0 else slice(200, V)
-        shard = VocabularyShard(
-            first=words.start,
-            maximum=lambda x: dist.all_reduce(x, dist.ReduceOp.MAX),
-            total=lambda x: dist.all_reduce(x),
-        )
-        leaves = _leaves(hidden, weight[words], shift[words])
-        head = HeadLoss(logits=MAPS[2], tile=TILE, shard=shard)
-        loss = cut_cross_entropy(leaves[0], leaves[1], labels, leaves[2], head=head)
-        results[0][rank] = loss.detach()
-        by_hidden, by_weight, by_bias = _grads(loss, leaves)
-        results[1][rank] = by_hidden
-        results[2][words], results[3][words] = by_weight, by_bias
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_head_sharded_over_two_ranks() -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = [torch.zeros(2), torch.zeros(2, N, D), torch.zeros(V, D), torch.zeros(V)]
-    for one in results:
-        one.share_memory_()
-    torch.multiprocessing.start_processes(_sharded, (port, results), nprocs=2, start_method="fork")
-    hidden, weight, labels, shift = _made()
+def test_a_head_sharded_over_two_ranks(pool: Pool) -> None:
+    hidden, weight, labels, shift = head_jobs.made()
     leaves = _leaves(hidden, weight, shift)
-    loss = cut_cross_entropy(leaves[0], leaves[1], labels, leaves[2], head=HeadLoss(logits=MAPS[2], tile=TILE))
-    wanted = _grads(loss, leaves)
-    _close(list(results[0]), [loss.detach()] * 2, 1e-6)
-    _close([*results[1], *results[2:]], [wanted[0], wanted[0], *wanted[1:]], 2e-6)
+    loss = cut_cross_entropy(leaves[0], leaves[1], labels, leaves[2], head=head_jobs.settings())
+    by_hidden, by_weight, by_bias = _grads(loss, leaves)
+    for rank, found in enumerate(pool.run("ops.head_jobs:sharded", 2)):
+        words = slice(0, head_jobs.FIRST) if rank == 0 else slice(head_jobs.FIRST, None)
+        assert abs(found["loss"] - loss.item()) < 1e-6 * loss.item()
+        _close([torch.tensor(one) for one in found["gradients"]], [by_hidden, by_weight[words], by_bias[words]], 2e-6)
 
 
 def test_shapes_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +47,7 @@ class CutHead:
         return UnmadeLogits.of(Product(hidden, weight, self.head.bias, compute, self._loss, self._lse, self._heard))
 
     def _heard(self, why: str) -> None:
-        if self.head.training and torch.is_grad_enabled():
+        if self.head.training and why not in self.made:
             self.made.append(why)
 
     def _lse(self, logits: UnmadeLogits) -> Tensor:
@@ -120,19 +121,19 @@ class HeadWatch:
     """The forward of a head that returns `UnmadeLogits`: what wraps the head's own forward runs as before."""
 
     def __init__(self, cut_head: CutHead) -> None:
-        self.cut_head = cut_head
+        self.cut_head, self.is_on = cut_head, True
         head = cut_head.head
         self._is_of_class = "forward" not in vars(head)
         self.real: Callable[..., Any] = head.forward
         head.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _AtProduct(self.cut_head):
+        with _AtProduct(self.cut_head) if self.is_on else nullcontext():
             return self.real(*args, **kwargs)
 
     def remove(self) -> None:
-        """Give the head its forward back. One that was wrapped again since stays, but computes its logits."""
-        head = self.cut_head.head
+        """Give the head its forward back. One that was wrapped again since stays, but does nothing."""
+        head, self.is_on = self.cut_head.head, False
         if vars(head).get("forward") is not self:
             return
         if self._is_of_class:
