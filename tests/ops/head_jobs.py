@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pool import Seat
 
 from gossamer.ops.cut_cross_entropy import HeadLoss, LogitMap, VocabularyShard, cut_cross_entropy
+from pool import Seat
 
 TOKENS, WORDS, WIDTH, FIRST = 40, 101, 24, 37  # the first rank has so many of the words
 

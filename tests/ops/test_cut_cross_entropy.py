@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from ops import head_jobs
-from pool import Pool
 from torch import Tensor
 
 from gossamer.ops.cut_cross_entropy import (
@@ -21,6 +19,8 @@ from gossamer.ops.cut_cross_entropy import (
     plain_bytes,
     token_losses,
 )
+from ops import head_jobs
+from pool import Pool
 
 N, V, D = 252, 507, 123  # ragged in every dim
 TILE = (100, 64)
@@ -63,9 +63,7 @@ def test_equals_the_plain_loss(reduction: str, logits: LogitMap, bias: bool, in_
     hidden, weight, labels, shift = _made(bias)
     ours, plain = _leaves(hidden, weight, shift), _leaves(hidden, weight, shift)
     head = HeadLoss(logits=logits, tile=TILE)
-    loss = cut_cross_entropy(
-        ours[0], ours[1], labels, ours[2], reduction=reduction, in_forward=in_forward, head=head
-    )
+    loss = cut_cross_entropy(ours[0], ours[1], labels, ours[2], reduction=reduction, in_forward=in_forward, head=head)
     wanted = F.cross_entropy(_plain(*plain, logits), labels, reduction=reduction)
     _close([loss.detach()], [wanted.detach()], 1e-6)
     by_row = torch.linspace(-1, 2, N) if reduction == "none" else torch.tensor(3.0)
@@ -75,7 +73,7 @@ def test_equals_the_plain_loss(reduction: str, logits: LogitMap, bias: bool, in_
 @pytest.mark.parametrize("tile", [None, (1, 1), (N, V), (37, 200)])
 @pytest.mark.parametrize("in_forward", [False, True])
 def test_tiles_change_nothing(tile: tuple[int, int] | None, in_forward: bool) -> None:
-    hidden, weight, labels, shift = (None if x is None else x[:40] for x in _made(False))
+    hidden, weight, labels = (x[:40] for x in _made(False)[:3])
     labels = labels.remainder(40)
     ours, plain = _leaves(hidden, weight), _leaves(hidden, weight)
     loss = cut_cross_entropy(ours[0], ours[1], labels, in_forward=in_forward, head=HeadLoss(tile=tile))

@@ -96,7 +96,7 @@ def token_losses(
     IndexError for a label without a logit.
     """
     _check_labels(labels, weight.shape[0], head)
-    losses, lse = _Recomputed.apply(hidden.to(head.compute or hidden.dtype), weight, bias, labels, head)
+    losses, lse = _Recomputed.apply(hidden.to(head.compute or hidden.dtype), weight, bias, labels, head)  # type: ignore[no-untyped-call]
     return losses, lse
 
 
@@ -125,7 +125,7 @@ def cut_cross_entropy(
     if in_forward and reduction != "none" and head.shard is None and torch.is_grad_enabled():
         _check_labels(targets, weight.shape[0], head)
         scale = 1.0 / max(count, 1) if reduction == "mean" else 1.0
-        total: Tensor = _InForward.apply(rows.to(head.compute or rows.dtype), weight, bias, targets, scale, head)
+        total: Tensor = _InForward.apply(rows.to(head.compute or rows.dtype), weight, bias, targets, scale, head)  # type: ignore[no-untyped-call]
         return total if count or reduction == "sum" else total / 0  # a mean over nothing: nan, as the plain loss
     losses, _ = token_losses(rows, weight, targets, bias, head=head)
     if reduction == "none":

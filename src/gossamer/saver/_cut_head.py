@@ -169,7 +169,7 @@ def head_of(module: nn.Module) -> tuple[str, nn.Linear]:
     if type(found) is not nn.Linear or "weight" not in found._parameters:
         at = names.get(id(found), "")
         raise refused("no linear module" if found is None else f"{at or 'a head'} of class {type(found).__name__}")
-    real = found.forward
+    real: Any = found.forward
     while real is not None and not hasattr(real, "_torchdynamo_orig_callable"):
         real = getattr(real, "real", None)
     if real is not None:

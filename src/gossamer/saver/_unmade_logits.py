@@ -23,12 +23,16 @@ from gossamer.ops.cut_cross_entropy import IGNORE, LogitMap
 Step = Callable[[Tensor], Tensor]
 
 _FACTS = frozenset(
-    "shape ndim dtype device layout requires_grad is_leaf grad_fn names is_meta is_cuda is_cpu is_sparse is_quantized "
-    "is_mkldnn is_nested is_xpu is_mps output_nr _backward_hooks _version grad size dim ndimension numel nelement "
-    "stride is_contiguous is_floating_point is_complex element_size get_device is_inference is_same_size "
-    "__len__ __hash__ _is_view is_shared".split()
+    """
+    shape ndim dtype device layout requires_grad is_leaf grad_fn names is_meta is_cuda is_cpu is_sparse is_quantized
+    is_mkldnn is_nested is_xpu is_mps output_nr _backward_hooks _version grad size dim ndimension numel nelement stride
+    is_contiguous is_floating_point is_complex element_size get_device is_inference is_same_size __len__ __hash__
+    _is_view is_shared
+    """.split()  # noqa: SIM905
 )
-_IN_PLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ set_ requires_grad_".split())
+_IN_PLACE = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ set_ requires_grad_".split()  # noqa: SIM905
+)
 
 
 @dataclass(slots=True)
@@ -91,7 +95,7 @@ class UnmadeLogits(Tensor):
     def of(product: Product) -> UnmadeLogits:
         """Return the output of a head."""
         hidden = product.hidden
-        made: UnmadeLogits = _OfProduct.apply(hidden, product.weight, product.bias, product)
+        made: UnmadeLogits = _OfProduct.apply(hidden, product.weight, product.bias, product)  # type: ignore[no-untyped-call]
         return made._knowing(product, hidden, LogitMap(), ())
 
     def made(self, why: str) -> Tensor:
@@ -107,14 +111,14 @@ class UnmadeLogits(Tensor):
         with torch.no_grad():
             dtype = step(torch.empty((), dtype=self.dtype)).dtype if hidden is None else self.dtype
         shape = torch.Size((*rows.shape[:-1], self.shape[-1]))
-        made: UnmadeLogits = _OfLogits.apply(self, step, shape, dtype)
+        made: UnmadeLogits = _OfLogits.apply(self, step, shape, dtype)  # type: ignore[no-untyped-call]
         return made._knowing(self.product, rows, self.map if map is None else map, (*self.steps, step))
 
     def _knowing(self, product: Product, hidden: Tensor, map: LogitMap, steps: tuple[Step, ...]) -> UnmadeLogits:
         self.product, self.hidden, self.map, self.steps = product, hidden, map, steps
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"UnmadeLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -131,14 +135,15 @@ class UnmadeLogits(Tensor):
             found = _known(args[0], func, name, args[1:], given)
             if found is not None:
                 return found
-        elif name in _FACTORS and len(args) == 2 and isinstance(args[1], UnmadeLogits):
-            if args[1].product.logits is None and not given and (found := _times(args[1], "mul", args[0])) is not None:
+        elif _FACTORS.get(name) == "mul" and len(args) == 2 and not given and isinstance(args[1], UnmadeLogits):
+            found = None if args[1].product.logits is not None else _times(args[1], "mul", args[0])
+            if found is not None:
                 return found
         plain = tree_map(lambda one: one.made(name) if isinstance(one, UnmadeLogits) else one, (args, given))
         return func(*plain[0], **plain[1])
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute the logits for code below autograd, whose graph leads back through `_OfLogits` and `_OfProduct`."""
@@ -296,7 +301,7 @@ def _selected(logits: UnmadeLogits, index: Any) -> UnmadeLogits | None:
         fits = index.dtype in (torch.bool, torch.int64) and index.ndim < logits.ndim
         return logits.after(operator.itemgetter(index), hidden=logits.hidden[index]) if fits else None
     parts = list(index) if isinstance(index, tuple) else [index]
-    if any(one is not Ellipsis and not isinstance(one, int | slice) or isinstance(one, bool) for one in parts):
+    if any((one is not Ellipsis and not isinstance(one, int | slice)) or isinstance(one, bool) for one in parts):
         return None
     if Ellipsis in parts:
         at = parts.index(Ellipsis)
