@@ -188,6 +188,13 @@ def test_what_the_log_says() -> None:
     assert "the loss of 12000 tokens over 97 words (head) takes" in told and "with all logits" in told
 
 
+def test_logits_needed_otherwise_in_a_stage() -> None:
+    module = Plain(lambda logits: logits + logits.mean())
+    _installed(module, in_stages=True)
+    with pytest.raises(BadInput, match=r"needed otherwise.*mean"):
+        _loss(module)
+
+
 class _OwnHead(nn.Linear):
     """A head that does more than its product."""
 

@@ -8,7 +8,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.model.compiled import compile_units
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.precision import precision_of
-from gossamer.model.unit_seeds import unit_seeds
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
@@ -30,7 +30,7 @@ def engine_of(parts: Parts) -> ModelRuntime:
         compile_units(module, parts.plan.units)
     caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
     randomness = unit_seeds(module, parts.units, seed=config.train.seed)
-    installed = install_all(parts.recipe.methods.savers, module, _site(parts))
+    installed = install_all(parts.recipe.methods.savers, module, _site(parts, randomness))
     return ModelRuntime(
         module=module,
         caller=caller,
@@ -43,7 +43,7 @@ def engine_of(parts: Parts) -> ModelRuntime:
     )
 
 
-def _site(parts: Parts) -> Site:
+def _site(parts: Parts, randomness: UnitSeeds) -> Site:
     """Return where savers are installed on this rank, with the first rows of the training data."""
     plan = parts.plan
     rows = max(-(-rows // counts) for rows, counts in zip(plan.rows, plan.microbatches, strict=True))
@@ -54,6 +54,7 @@ def _site(parts: Parts) -> Site:
         in_stages=parts.cut is not None,
         batch=first,
         rows=max(1, rows // parts.train.together),
+        drawing=lambda: randomness.at(0, 0),
     )
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -55,6 +56,7 @@ class Site:
     the output of a training forward. `in_stages`: the module is that of some pipeline stages, and units of other stages
     are placeholders in it. `is_outline`: it has shapes alone, to count memory. `batch`: training rows on the module's
     device, as few as the loss takes; None where there are none. `rows`: how many a micro-batch of this rank has.
+    `drawing`: the context in which a forward and its backward draw the random numbers of a micro-batch.
     """
 
     units: tuple[str, ...]
@@ -63,6 +65,7 @@ class Site:
     is_outline: bool = False
     batch: Mapping[str, Tensor] | None = None
     rows: int = 1
+    drawing: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,7 +28,8 @@ _ROWS, _WORDS = 32, 8192  # of the head, that the first loss in a stage is compa
 class CutHead:
     """A head in use. `losses`: cross-entropies computed without logits; `made`: what asked for logits in training.
 
-    `compares`: whether the next loss in training is compared with the plain one, on some of its rows and words.
+    `compares`: whether the next loss in training is compared with the plain one, on some of its rows and words;
+    `refuses`: whether logits that are asked for before it are an error.
     """
 
     head: nn.Linear
@@ -37,6 +38,7 @@ class CutHead:
     filter: float
     is_outline: bool
     compares: bool = False
+    refuses: bool = False
     losses: int = 0
     made: list[str] = field(default_factory=list)
 
@@ -49,6 +51,8 @@ class CutHead:
     def _heard(self, why: str) -> None:
         if self.head.training and why not in self.made:
             self.made.append(why)
+        if self.head.training and torch.is_grad_enabled() and self.refuses and not self.is_outline:
+            raise needed_otherwise([why])
 
     def _lse(self, logits: UnmadeLogits) -> Tensor:
         product, rows = logits.product, logits.hidden.reshape(-1, logits.hidden.shape[-1])
@@ -63,6 +67,7 @@ class CutHead:
         if self.compares and is_training and not self.is_outline:
             self.compares = False
             self._compare(logits, labels, ignore)
+            self.refuses = False
         self.losses += 1
         return self._cut((logits.hidden, product.weight, product.bias), labels, reduction, ignore, settings)
 
@@ -186,6 +191,11 @@ def refused(got: str) -> BadInput:
         do=_WITHOUT,
         key=_KEY,
     )
+
+
+def needed_otherwise(by: Sequence[str]) -> BadInput:
+    """Return the error of a model whose logits something else needs."""
+    return refused(f"logits that are needed otherwise, too (by {', '.join(by)})")
 
 
 def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: HeadLoss) -> Tensor:

@@ -24,7 +24,7 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.side_effects import untouched
 from gossamer.ops.cut_cross_entropy import HeadLoss, cut_bytes, plain_bytes
 from gossamer.saver import Installed, Saver, Site
-from gossamer.saver._cut_head import By, CutHead, HeadWatch, head_of, refused, tolerance_of, unequal
+from gossamer.saver._cut_head import By, CutHead, HeadWatch, head_of, needed_otherwise, refused, tolerance_of, unequal
 from gossamer.saver._unmade_logits import ChangedInPlaceError
 from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_bytes
@@ -73,6 +73,7 @@ class CutCrossEntropy(Saver):
             filter=self.filter,
             is_outline=site.is_outline,
             compares=True,
+            refuses=site.in_stages,
         )
         if site.is_outline or site.in_stages or site.batch is None:
             return Installed(remove=HeadWatch(cut).remove, objective=site.objective, told=self._told(name, cut, site))
@@ -119,7 +120,7 @@ def _proved(module: nn.Module, cut: CutHead, site: Site) -> Any:
         with untouched(module):
             ours = _gradients(module, rows, site)
         if cut.made:
-            raise refused(f"logits that are needed otherwise, too (by {', '.join(dict.fromkeys(cut.made))})")
+            raise needed_otherwise(cut.made)
         if not cut.losses:
             raise refused("a loss that does not read the output of its last linear module")
         if said := unequal(plain, ours, tolerance, cut.filter):
@@ -148,7 +149,7 @@ def _gradients(module: nn.Module, rows: Mapping[str, Tensor], site: Site) -> dic
     """Return the loss of `rows`, then the gradient of every parameter that has one, by name."""
     copies = {name: one.clone() for name, one in rows.items()}
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
-    with torch.enable_grad():
+    with torch.enable_grad(), site.drawing():
         loss = site.objective(caller_of(module, copies)(module, copies), copies).float()
         found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     each = zip(trained, found, strict=True)
