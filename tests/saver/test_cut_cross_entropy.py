@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gossamer.loss.next_token import NextToken
 from gossamer.model.forward_adapter import caller_of
+from gossamer.model.split.recompute import nothing_saved
 from gossamer.saver import Installed, Site
 from gossamer.saver import build as saver
 from gossamer.saver._unmade_logits import UnmadeLogits
@@ -193,6 +194,15 @@ def test_logits_needed_otherwise_in_a_stage() -> None:
     _installed(module, in_stages=True)
     with pytest.raises(BadInput, match=r"needed otherwise.*mean"):
         _loss(module)
+
+
+def test_a_stage_that_keeps_no_graph_is_compared_too() -> None:
+    module = Plain()
+    plain = copy.deepcopy(module)
+    _installed(module, in_stages=True)
+    with nothing_saved():
+        assert abs(float((_loss(module) - _loss(plain)).detach())) < 1e-6
+    _equal(module, plain)
 
 
 class _OwnHead(nn.Linear):

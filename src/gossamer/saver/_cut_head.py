@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from gossamer.ops import cut_cross_entropy as cut
@@ -112,7 +113,8 @@ class CutHead:
 
         def gradients(loss: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> list[Tensor]:
             leaves = [one.clone().requires_grad_() for one in given]
-            with torch.enable_grad():
+            # Hooks of a forward whose graph is thrown away would throw these tensors away, too.
+            with torch.enable_grad(), saved_tensors_hooks(_itself, _itself):
                 value = loss(leaves[0], leaves[1], leaves[2] if bias is not None else None)
                 return [value.detach(), *torch.autograd.grad(value, leaves)]
 
@@ -120,6 +122,10 @@ class CutHead:
         ours = gradients(lambda h, w, b: self._cut((h, w, b), some, "mean", ignore, settings))
         if said := unequal(dict(enumerate(plain)), dict(enumerate(ours)), tolerance_of(product.compute), self.filter):
             raise refused(f"a loss or gradients that differ from the plain ones: {said}")
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class HeadWatch:
