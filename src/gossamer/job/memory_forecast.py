@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import pairwise
 from math import prod
 
@@ -21,6 +20,7 @@ from gossamer.model.ghost_step import GhostStep, ghost_step
 from gossamer.model.precision import precision_of
 from gossamer.model.split.split_points import StageSpec
 from gossamer.partition.rank_model import Planned
+from gossamer.partition.saver_choice import saving
 from gossamer.pipeline.from_plan import schedule_of
 from gossamer.pipeline.schedule import StageCosts
 from gossamer.pipeline.schedule_tasks import cost_of_schedule
@@ -130,7 +130,9 @@ class _Parts:
                 rows = -(-plan.rows[replica] // plan.microbatches[replica])
                 if rows not in by_rows:
                     batch = Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows
-                    one = partial(run, batch=batch)
+                    one = saving(
+                        run, self.recipe.methods.savers, units=plan.units, batch=batch, in_stages=self.cut is not None
+                    )
                     by_rows[rows] = ghost_step(self.module, one, groups=groups, has_backward=self.has_gradients)
                 found[replica] = by_rows[rows]
         except BadInput as error:

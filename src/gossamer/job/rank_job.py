@@ -61,6 +61,9 @@ def run_job(job: RankJob) -> dict[str, Any]:
         job = _built(job, pump, sink)
         engine = engine_of(job.parts)
         ending.callback(engine.randomness.remove)
+        ending.callback(engine.without_savers)
+        if engine.told:
+            sink(records.Event(level="info", message=engine.told))
         job = _referenced(job, engine, pump, sink)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)

@@ -8,8 +8,8 @@ pass, and what comes and goes in between (logits and their gradient, most of all
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.flop import flop_of
 from gossamer.model.side_effects import untouched
 from gossamer.model.split.meta_init import without_storage
 from gossamer.model.split.trace_backends import FakeTensorOps, unlogged
 from gossamer.spec.errors import BadInput
 
 _SMALL = 1 << 20  # bytes
+_BEFORE = "(before the units)"
+_FLOP_OF_ELEMENT = 50.0  # writing one takes a core about as long as so many flop of a product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,21 @@ class GhostStep:
     small: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitGhost:
+    """The bytes of one micro-batch unit by unit, in the order of their calls; before them what came first.
+
+    `kept`: from the unit's forward to its backward; what follows a unit counts as its own. `most`: at most while it
+    runs, in either pass, beside what the units before it keep. `work`: of its forward, in flop. `peak`: of all.
+    """
+
+    units: tuple[str, ...]
+    kept: tuple[int, ...]
+    most: tuple[int, ...]
+    work: tuple[float, ...]
+    peak: int
+
+
 def ghost_step(
     module: nn.Module,
     run: Callable[[nn.Module], Tensor],
@@ -52,16 +70,44 @@ def ghost_step(
     `groups`: the names of the units of every pipeline stage, in order; empty: the model is one group. The module is
     left as it was. Raises BadInput where shapes alone do not say what the forward does.
     """
+    with _shapes_alone(module, has_backward=has_backward) as outline:
+        with _Allocations(outline, max(1, len(groups))) as ghost:
+            for number, names in enumerate(groups):
+                ghost.follow(outline, number, frozenset(names))
+            return _made(ghost, outline, run)
+
+
+def ghost_of_units(module: nn.Module, run: Callable[[nn.Module], Tensor], units: Sequence[str]) -> UnitGhost:
+    """Return what each of `units` takes of the memory of a micro-batch; `run` as of `ghost_step`.
+
+    Raises BadInput where shapes alone do not say what the forward does.
+    """
+    with _shapes_alone(module, has_backward=True) as outline, _UnitAllocations(outline, units) as ghost:
+        ghost.follow_units(outline)
+        _drop_gradients(outline)
+        loss = run(outline)
+        kept = tuple(ghost.held)
+        if loss.requires_grad:
+            loss.backward()  # type: ignore[no-untyped-call]
+        there = 1 + len(ghost.order)
+        return UnitGhost(
+            units=(_BEFORE, *ghost.order),
+            kept=kept[:there],
+            most=tuple(ghost.above[:there]),
+            work=tuple(ghost.work[:there]),
+            peak=ghost.most_of_all,
+        )
+
+
+@contextmanager
+def _shapes_alone(module: nn.Module, *, has_backward: bool) -> Iterator[nn.Module]:
     with untouched(module):
         outline = without_storage(module).train()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(has_backward))
             stack.enter_context(unlogged())
-            ghost = stack.enter_context(_Allocations(outline, max(1, len(groups))))
-            for number, names in enumerate(groups):
-                ghost.follow(outline, number, frozenset(names))
             try:
-                return _made(ghost, outline, run)
+                yield outline
             except BadInput:
                 raise
             except Exception as error:  # whatever a forward does with tensors without data
@@ -71,10 +117,14 @@ def ghost_step(
                 torch.clear_autocast_cache()
 
 
-def _made(ghost: _Allocations, outline: nn.Module, run: Callable[[nn.Module], Tensor]) -> GhostStep:
+def _drop_gradients(outline: nn.Module) -> None:
     for parameter in outline.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_dropped)  # type: ignore[no-untyped-call]
+
+
+def _made(ghost: _Allocations, outline: nn.Module, run: Callable[[nn.Module], Tensor]) -> GhostStep:
+    _drop_gradients(outline)
     loss = run(outline)
     kept = tuple(ghost.held)
     small = ghost.small / max(1, sum(kept))
@@ -135,3 +185,43 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._there.pop(key, None)
         self.held[group] -= size
         self.small -= size if size < _SMALL else 0
+
+
+class _UnitAllocations(_Allocations):  # type: ignore[no-untyped-call]
+    """The same by units, which are numbered in the order in which they are first called; 0 is what comes before."""
+
+    def __init__(self, outline: nn.Module, units: Sequence[str]) -> None:
+        super().__init__(outline, 1 + len(units))
+        self._units = units
+        self.order: list[str] = []
+        self.above = [0] * (1 + len(units))
+        self.work = [0.0] * (1 + len(units))
+
+    def follow_units(self, outline: nn.Module) -> None:
+        """Count for a unit from its forward to the next one's, and from its backward to that of the one before."""
+        for name in self._units:
+            unit = outline.get_submodule(name)
+            unit.register_forward_pre_hook(partial(self._begin, name))
+            unit.register_forward_hook(partial(self._end, name))
+
+    def _begin(self, name: str, *_: object) -> None:
+        if name not in self.order:
+            self.order.append(name)
+        self._enter(1 + self.order.index(name))
+
+    def _end(self, name: str, unit: nn.Module, given: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(partial(self._enter, 1 + self.order.index(name)))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if torch._C._current_graph_task_id() == -1:
+            made = sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            self.work[self._group] += flop_of(func, args, kwargs or {}, out) + _FLOP_OF_ELEMENT * made
+        return out
+
+    def _note(self, tensor: Tensor) -> None:
+        super()._note(tensor)
+        above = sum(self.held) - sum(self.held[: self._group])
+        self.above[self._group] = max(self.above[self._group], above)

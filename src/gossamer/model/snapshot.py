@@ -28,6 +28,7 @@ from gossamer.model.python_state.random_generators import RandomGenerators
 from gossamer.model.python_state.record import GONE, PLAIN, Difference, StateRecord
 from gossamer.model.python_state.user_code import UserCode, names_in
 from gossamer.model.split.absent_tensor import AbsentTensor
+from gossamer.model.unit_forward import UnitForward
 from gossamer.model.unit_seeds import Keyed
 
 _SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
@@ -137,7 +138,7 @@ class Snapshot:
         ):
             self.is_compiled = True
             yield compiled
-        if isinstance(held, Keyed):
+        if isinstance(held, Keyed | UnitForward):
             yield held.real
         elif isinstance(held, Tensor):
             yield from self._tensor(held)

@@ -27,6 +27,7 @@ from gossamer.partition.forecast import bubble_reason, forecast_of
 from gossamer.partition.model_provider import ModelProvider
 from gossamer.partition.plan_file import make_plan
 from gossamer.partition.request import PartitionRequest
+from gossamer.partition.saver_choice import with_recomputed_units
 from gossamer.partition.split_choice import check_cuts, other_than_planned, split_points
 from gossamer.partition.stage_memory import check_room, check_shared_memory
 from gossamer.pipeline.from_plan import schedule_of
@@ -109,7 +110,7 @@ def planned(source: ModelProvider, asked: PartitionRequest, plan: Plan | None = 
     """Return the plan of a model and its split into pipeline stages, if any; no stage is built. Raises BadInput."""
     if not (in_stages(asked.config) if plan is None else plan.axes.in_stages):
         module = source.whole().to(asked.device)
-        return Planned(source, asked, _begun(plan, module, asked), module, None)
+        return Planned(source, asked, with_recomputed_units(_begun(plan, module, asked), module, asked), module, None)
     source.share(asked.local_ranks)
     found = outline_stages(source, asked, plan)
     return Planned(source, asked, found.plan, None, found)

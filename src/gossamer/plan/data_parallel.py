@@ -68,6 +68,7 @@ class DataParallel(Planner):
             islands=_islands(config),
             sharding=config.plan.sharding,
             sync=sync,
+            savers=config.plan.named_savers,
             bucket_bytes=_bucket_bytes(asked.sharding, request),
             backend="nccl" if request.device == "cuda" else "gloo",
         )

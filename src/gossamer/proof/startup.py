@@ -174,7 +174,8 @@ class Proving:
     def _whole(self) -> ModelRuntime:
         parts = self.parts
         module = self.planned.whole()
-        return engine_of(replace(parts, module=module, config=_plainly(parts.config)))
+        plan = parts.plan.model_copy(update={"savers": ()})  # what they change is compared with plain training
+        return engine_of(replace(parts, module=module, plan=plan, config=_plainly(parts.config)))
 
     def _part(self) -> Parts:
         held = self.planned.part()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from gossamer import saver as saver_methods
 from gossamer import sharding as sharding_methods
 from gossamer import sync as sync_methods
 from gossamer.exchange import Exchange
@@ -13,7 +14,9 @@ from gossamer.p2p import activation
 from gossamer.p2p.activation import ActivationCodec
 from gossamer.pipeline import schedule
 from gossamer.pipeline.schedule import PipelineSchedule
+from gossamer.pipeline.schedule.recompute import Recompute
 from gossamer.recipe.parameter_rules import ParameterRules
+from gossamer.saver import Saver
 from gossamer.sharding import RowPartition, Sharding
 from gossamer.spec.config import PlanSection
 from gossamer.spec.plan import Plan
@@ -26,7 +29,8 @@ ALL_REDUCE = "dense"  # of plan.exchange, until it is chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanMethods:
-    """The methods that a plan names: sync, sharding, exchange by parameter, pipeline schedule, activation compression.
+    """The methods that a plan names: sync, sharding, exchange by parameter, pipeline schedule, activation compression,
+    savers.
 
     For a key that is still `auto`, every_step and dense stand in; `chooses_sync` and `chooses_exchange` say so.
     `activation`: one codec per stage boundary.
@@ -38,19 +42,24 @@ class PlanMethods:
     exchange: ParameterRules
     schedule: PipelineSchedule
     activation: tuple[ActivationCodec, ...]
+    savers: tuple[Saver, ...]
 
     @staticmethod
     def of(plan: Plan) -> PlanMethods:
         """Build the methods of a plan. Raises BadInput for an unknown name or wrong settings of a method."""
         written = plan.activation_compression
         each = written if isinstance(written, tuple) else (written,) * (plan.mesh.pipe - 1)
+        savers = tuple(saver_methods.build(one, key="plan.savers") for one in plan.savers)
+        order = schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule")
+        again = plan.mesh.in_stages and any(saver.recomputes_stages for saver in savers)
         return PlanMethods(
             plan=plan,
             sync=sync_methods.build(EVERY_STEP if plan.sync == AUTO else plan.sync, key="plan.sync"),
             sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
             exchange=ParameterRules.read(ALL_REDUCE if plan.exchange == AUTO else plan.exchange),
-            schedule=schedule.build(plan.pipeline_schedule, key="plan.pipeline_schedule"),
+            schedule=Recompute(order) if again else order,
             activation=tuple(activation.build(one, key="plan.activation_compression") for one in each),
+            savers=savers,
         )
 
     @staticmethod

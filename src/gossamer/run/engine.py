@@ -8,31 +8,53 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.model.compiled import compile_units
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.precision import precision_of
-from gossamer.model.unit_seeds import unit_seeds
+from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
 from gossamer.pipeline.schedule import Schedule
 from gossamer.pipeline.stage_links import StageLinks, links_of
+from gossamer.run.batches import moved
 from gossamer.run.checkpoint import trainable
 from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
+from gossamer.saver import Site, install_all
 from gossamer.sharding import Holding, holdings, shapes_of
 
 
 def engine_of(parts: Parts) -> ModelRuntime:
-    """Return the model with its loss, precision and random state. Compiles units, so call it once per run."""
+    """Return the model with its loss, savers, precision and random state. Compiles units, so call it once per run."""
     config, module = parts.config, parts.module
     module.train()
     if config.model.compile and parts.cut is None:  # stages are already compiled
         compile_units(module, parts.plan.units)
+    caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
+    randomness = unit_seeds(module, parts.units, seed=config.train.seed)
+    installed = install_all(parts.recipe.methods.savers, module, _site(parts, randomness))
     return ModelRuntime(
         module=module,
-        caller=caller_of(module, parts.train.batch(np.zeros(1, np.int64))),
-        objective=parts.objective,
+        caller=caller,
+        objective=installed.objective,
         precision=precision_of(config.train.precision),
-        randomness=unit_seeds(module, parts.units, seed=config.train.seed),
+        randomness=randomness,
         device=parts.device,
+        without_savers=installed.remove,
+        told=installed.told,
+    )
+
+
+def _site(parts: Parts, randomness: UnitSeeds) -> Site:
+    """Return where savers are installed on this rank, with the first rows of the training data."""
+    plan = parts.plan
+    rows = max(-(-rows // counts) for rows, counts in zip(plan.rows, plan.microbatches, strict=True))
+    first = moved(parts.train.batch(np.arange(parts.train.together)), parts.device) if plan.savers else None
+    return Site(
+        units=parts.units,
+        objective=parts.objective,
+        in_stages=parts.cut is not None,
+        batch=first,
+        rows=max(1, rows // parts.train.together),
+        drawing=lambda: randomness.at(0, 0),
     )
 
 

@@ -37,6 +37,8 @@ class ModelRuntime:
     precision: Precision
     randomness: UnitSeeds
     device: torch.device
+    without_savers: Callable[[], None] = lambda: None  # takes what saves memory off the module again
+    told: str = ""  # by savers, for the log
 
     def loss(self, rows: RankBatch, *, step: int, key: int) -> Tensor:
         """Return the mean loss over the valid labels of `rows`, float32.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from gossamer.settings.validation_errors import DEFAULT
 from gossamer.spec.config import RunConfig
 from gossamer.spec.earlier_names import PLAN_FIELDS
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.method_config import MethodConfig, told
+from gossamer.spec.method_config import MethodConfig, Written, told
 from gossamer.spec.plan import Plan
 from gossamer.view.run_directory import plan_in
 
@@ -106,8 +106,21 @@ def _compared(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, Any, An
     yield "plan.exchange", "exchange", asked.exchange, exchange
     yield "plan.sync", "sync", asked.sync, plan.sync
     yield "plan.sharding", "sharding", asked.sharding, plan.sharding
+    savers = "auto" if asked.savers == "auto" else asked.named_savers
+    yield "plan.savers", "savers", savers, _as_asked(plan.savers, asked.named_savers)
     yield "machines.islands", "islands", _tuples(config.machines.islands), plan.islands
     yield "train.batch", "rows", config.train.batch, plan.batch
+
+
+def _as_asked(has: Sequence[Written], asked: Sequence[Written]) -> tuple[Written, ...]:
+    """Return the savers of a plan, without the units that were found for a budget where none were asked for."""
+    given = {one.name: one.parameters for one in map(MethodConfig.parse, asked)}
+    found = list[Written]()
+    for one in map(MethodConfig.parse, has):
+        is_found = "budget" in one.parameters and "units" not in given.get(one.name, {})
+        left = {name: value for name, value in one.parameters.items() if not (is_found and name == "units")}
+        found.append(MethodConfig(one.name, left).written())
+    return tuple(found)
 
 
 def _tuples(groups: Any) -> Any:
@@ -146,6 +159,8 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, Any, str]]:
         yield "plan.batch_fractions", list(plan.batch_fractions), "batch_fractions"
     yield "plan.sharding", plan.sharding, "sharding"
     yield "plan.sync", plan.sync, "sync"
+    if plan.savers:
+        yield "plan.savers", list(plan.savers), "savers"
     if plan.exchange != "auto":
         yield "plan.exchange", plan.adapted_from or plan.exchange, "exchange"
     if plan.mesh.in_stages:

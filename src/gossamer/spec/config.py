@@ -255,7 +255,6 @@ class MeshSection(Section):
 class PlanSection(Section):
     """The plan values that the user fixes; the planner chooses those that are `auto`."""
 
-    gone = {"savers": "auto"}
     mesh: MeshSection = MeshSection()
     batch_fractions: list[Annotated[float, Field(gt=0)]] | Auto = Field(
         "auto", description="part of the batch per replica; with `stage_ranks`, of its stage's work per rank"
@@ -288,6 +287,11 @@ class PlanSection(Section):
         description="a method of `gossamer methods sharding`: which ranks hold optimizer states, gradients and "
         "parameters",
     )
+    savers: Annotated[Written | list[Written], MethodOf("saver")] = Field(
+        "auto",
+        description="what saves memory for seconds: a list of methods of `gossamer methods saver`; none; auto: none, "
+        "and `--dry-run` says which would help where the memory is too small",
+    )
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals_on_resume: Literal["redistribute", "reset"] = Field(
         "redistribute",
@@ -316,6 +320,12 @@ class PlanSection(Section):
     def adapts(self) -> bool:
         """Return whether a policy adapts the compression of exchanges or activations."""
         return bool(self.adapt != "none")
+
+    @property
+    def named_savers(self) -> tuple[Written, ...]:
+        """Return the savers that are asked for by name."""
+        asked = self.savers if isinstance(self.savers, list) else [self.savers]
+        return () if asked in (["auto"], ["none"]) else tuple(asked)
 
     @property
     def chooses_schedule(self) -> bool:

@@ -11,7 +11,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.mesh import Mesh
 from gossamer.spec.method_config import Exchanges, Written
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 BUCKET_BYTES = 25 * 2**20
 LOOK_AHEAD = 2  # jobs that start before the next message of an earlier one, where no order is planned
 
@@ -72,6 +72,7 @@ class Plan(BaseModel):
     adapted_from: Exchanges = ""  # what `plan.adapt` started from and compares with; "": it changed nothing
     sync: Written = "every_step"
     sharding: Written = "none"  # how the optimizer states are sharded
+    savers: tuple[Written, ...] = ()  # what saves memory, each on top of those before it
     islands: tuple[tuple[int, ...], ...] = ()  # ranks behind one fast link each; empty: not known, or no islands
     bucket_bytes: int = BUCKET_BYTES
     buckets: tuple[tuple[str, ...], ...] = ()  # the parameters of every gradient bucket, in the order of sending

@@ -57,3 +57,18 @@ def read_rate(text: str, *, key: str = "") -> float:
         raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match.group(2).lower()]
     return float(match.group(1)) * scale / 8
+
+
+_BYTES = {
+    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
+    **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
+
+
+def read_bytes(text: str, *, key: str = "") -> int:
+    """Parse a memory size into bytes: "2GiB" -> 2147483648, "1.5 MB" -> 1500000; raises BadInput."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match.group(2).lower() not in _BYTES:
+        raise bad_input(wanted="a size such as 2GiB or 500MB", got=repr(text), do="write number and unit", key=key)
+    return round(float(match.group(1)) * _BYTES[match.group(2).lower()])

@@ -23,12 +23,16 @@ def configuration(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a plan of an earlier format as this version writes them."""
+    return {**(_renamed(values) if values.get("format") == 1 else values), "format": PLAN_FORMAT}
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan of format 1 under the names of this version."""
     named = {PLAN_FIELDS.get(name, name): value for name, value in values.items()}
     now = {name: _methods(value) if is_method_key(f"plan.{name}") else value for name, value in named.items()}
     if "adapted_from" in now:
         now["adapted_from"] = _methods(now["adapted_from"])
-    now["format"] = PLAN_FORMAT
     if isinstance(now.get("reasons"), Mapping):
         now["reasons"] = {PLAN_FIELDS.get(name, name): why for name, why in now["reasons"].items()}
     return now

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from gossamer.spec import upgrade
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.plan import Plan
+from gossamer.spec.plan import PLAN_FORMAT, Plan
 from gossamer.spec.records import End, Record, Saved, read_record
 from gossamer.spec.suggest import nearest
 from gossamer.view.tail import Tail
@@ -257,7 +257,7 @@ def plan_in(file: Path) -> Plan:
         do = "Give the plan.yaml of a run directory"
         raise BadInput(f"{file} is no plan: {str(error).splitlines()[0]}. {do}") from None
     try:
-        is_earlier = isinstance(found, dict) and found.get("format") == 1
+        is_earlier = isinstance(found, dict) and found.get("format") in range(1, PLAN_FORMAT)
         return Plan.model_validate(upgrade.plan(found) if is_earlier else found)
     except ValidationError as error:
         one = error.errors()[0]

@@ -147,11 +147,11 @@ def _is_kept(module: nn.Module, tensor: Tensor) -> bool:
 
 def _written_to(what: str) -> BadInput:
     return bad_input(
-        wanted=f"a forward that does not write in place to {what}, as the recompute schedule runs the forward twice",
+        wanted=f"a forward that does not write in place to {what}, as recompute runs the forward twice",
         got="an in-place write",
         do="keep the value in a buffer, or in an attribute of a module that the first forward writes to as well, or "
-        "choose a schedule without recompute",
-        key="plan.pipeline_schedule",
+        "train without recompute (plan.savers, plan.pipeline_schedule)",
+        key="plan.savers",
     )
 
 

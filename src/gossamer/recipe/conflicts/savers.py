@@ -1,0 +1,83 @@
+"""The laws of what saves memory: which savers go together, and with what they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gossamer.pipeline.schedule.recompute import Recompute as RecomputedSchedule
+from gossamer.recipe.recipe import Recipe
+from gossamer.saver.recompute import Recompute
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, told
+
+_KEY = "plan.savers"
+
+
+def savers_with_each_other(recipe: Recipe) -> BadInput | None:
+    """Return an error for a saver that is named twice, or beside one that it cannot be combined with."""
+    names = [MethodConfig.parse(one).name for one in recipe.plan.savers]
+    twice = next((name for name, count in Counter(names).items() if count > 1), "")
+    if twice:
+        wanted, got = "every saver once", f"{twice} {names.count(twice)} times"
+        return bad_input(wanted=wanted, got=got, do=f"name {twice} once, with all of its settings", key=_KEY)
+    for name, saver in zip(names, recipe.methods.savers, strict=True):
+        if beside := sorted(set(saver.excludes).intersection(names)):
+            return bad_input(
+                wanted=f"{name} without {beside[0]}, as they cannot be combined",
+                got=", ".join(names),
+                do="leave one of the two out",
+                key=_KEY,
+            )
+    return None
+
+
+def savers_with_layout(recipe: Recipe) -> BadInput | None:
+    """Return an error for a saver in stages, beside sharded parameters or without a backward, where it cannot be."""
+    if not recipe.plan.savers:
+        return None
+    if recipe.sync.probe is not None:
+        return bad_input(
+            wanted="a backward pass, whose memory a saver saves",
+            got=f"plan.sync {told(recipe.plan.sync)}, which has none",
+            do="leave plan.savers out",
+            key=_KEY,
+        )
+    for written, saver in zip(recipe.plan.savers, recipe.methods.savers, strict=True):
+        if recipe.in_stages and not saver.in_stages:
+            return bad_input(
+                wanted=f"a model in one stage with {told(written)}",
+                got=f"{recipe.stages} stages",
+                do="leave that saver out, or set plan.mesh.pipe to 1",
+                key=_KEY,
+            )
+        if recipe.sharding.takes_parameters and not saver.with_sharded_parameters:
+            return bad_input(
+                wanted=f"parameters that are there all the time with {told(written)}",
+                got=f"plan.sharding {told(recipe.plan.sharding)}",
+                do="leave that saver out, or set plan.sharding to zero2",
+                key=_KEY,
+            )
+    return None
+
+
+def recompute_with_stages(recipe: Recipe) -> BadInput | None:
+    """Return an error for recompute in stages that names units, or beside a schedule that recomputes too."""
+    found = next((saver for saver in recipe.methods.savers if isinstance(saver, Recompute)), None)
+    if found is None or not recipe.in_stages:
+        return None
+    if found != Recompute():
+        return bad_input(
+            wanted="plan.savers: [recompute] in stages, where a stage is recomputed as a whole",
+            got=told(next(one for one in recipe.plan.savers if MethodConfig.parse(one).name == "recompute")),
+            do="leave its settings out, or set plan.mesh.pipe to 1",
+            key=_KEY,
+        )
+    schedule = recipe.methods.schedule
+    if isinstance(schedule, RecomputedSchedule) and isinstance(schedule.inner, RecomputedSchedule):
+        return bad_input(
+            wanted="recompute once: plan.savers: [recompute] puts it around the schedule",
+            got=f"plan.pipeline_schedule {told(recipe.plan.pipeline_schedule)} beside it",
+            do="leave one of the two out",
+            key=_KEY,
+        )
+    return None

@@ -1,0 +1,102 @@
+"""Recompute: a unit keeps its arguments alone, and runs its forward again in the backward pass.
+
+Units:  the repeated blocks of the model (all units where it has none): all, every k-th, those named, or the set that
+        keeps the activations of a micro-batch within `budget` at the least seconds (exact, `_cheapest_set.py`).
+Memory: of a recomputed unit its arguments from forward to backward, and all that it saves while its backward runs.
+Work:   one forward more of every recomputed unit.   Result: bit-equal to plain training.
+Stages: a model in pipeline stages recomputes whole stages, right before the backward of a micro-batch.
+Paper:  Chen et al., arXiv:1604.06174; the set by dynamic programming as in Beaumont et al., arXiv:1911.13214 in kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from gossamer.model.units import block_names
+from gossamer.saver import Installed, Saver, Site
+from gossamer.saver._recomputed_unit import RecomputedUnit
+from gossamer.spec.errors import bad_input
+from gossamer.spec.suggest import nearest
+from gossamer.spec.units import read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute(Saver):
+    """Recomputation of units: every `every`-th block, or those in `units`, or those that `budget` bytes ask for.
+
+    `budget`: bytes of a micro-batch's activations at the peak of its forward and backward pass, such as 2GiB. `units`
+    are then what was found for it.
+    """
+
+    every: int = 1
+    budget: str = ""
+    units: tuple[str, ...] | None = None
+
+    in_stages: ClassVar[bool] = True
+    with_sharded_parameters: ClassVar[bool] = True
+    recomputes_stages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise bad_input(wanted="1 or more", got=str(self.every), do="write 2 for every second unit", key="every")
+        if self.every > 1 and (self.budget or self.units is not None):
+            raise bad_input(
+                wanted="every, or budget, or units, as each says which units are recomputed",
+                got=f"every {self.every} beside {'budget' if self.budget else 'units'}",
+                do="leave every out",
+                key="every",
+            )
+        if self.budget:
+            read_bytes(self.budget, key="budget")
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return the budget in bytes; 0 for none."""
+        return read_bytes(self.budget, key="plan.savers.recompute.budget") if self.budget else 0
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the units are still to be found, from the model's activations."""
+        return bool(self.budget) and self.units is None
+
+    def chosen(self, module: nn.Module, units: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the units to recompute, of a model with these units. Raises BadInput for another name."""
+        if self.units is not None:
+            self._check_known(units)
+            return tuple(name for name in units if name in self.units)
+        found = recomputable(module, units)
+        return tuple(name for place, name in enumerate(found) if place % self.every == 0)
+
+    def install(self, module: nn.Module, site: Site) -> Installed:
+        assert not self.is_open, "the plan names the units that a budget asks for"
+        if site.in_stages:  # its schedule recomputes whole stages
+            return Installed(remove=lambda: None, objective=site.objective)
+        there = [
+            RecomputedUnit(module.get_submodule(name), name, is_outline=site.is_outline)
+            for name in self.chosen(module, site.units)
+        ]
+
+        def remove() -> None:
+            while there:
+                there.pop().put_back()
+
+        return Installed(remove=remove, objective=site.objective)
+
+    def _check_known(self, units: Collection[str]) -> None:
+        unknown = next((name for name in self.units or () if name not in units), None)
+        if unknown is not None:
+            raise bad_input(
+                wanted="names of units of the model",
+                got=repr(unknown),
+                do=nearest(unknown, tuple(units)),
+                key="plan.savers.recompute.units",
+            )
+
+
+def recomputable(module: nn.Module, units: Sequence[str]) -> tuple[str, ...]:
+    """Return the units that are worth a second forward: the repeated blocks; all where there are none."""
+    return block_names(module, units) or tuple(units)
