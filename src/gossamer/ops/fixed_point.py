@@ -44,7 +44,7 @@ def fixed(x: Tensor, bits: int = 16) -> FixedPoint:
 
 def chain(bits: int) -> int:
     """Return how many products of two integers of so many bits an int32 can add whatever they are."""
-    return 2**_WORD // 2 ** (2 * (bits - 1))
+    return 1 << (_WORD - 2 * (bits - 1))
 
 
 def product(a: FixedPoint, b: FixedPoint, bits: int) -> Tensor:
