@@ -23,6 +23,7 @@ def rule(request: pytest.FixtureRequest) -> optimizer_methods.Optimizer:
 def some(seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"matrix": (17, 9), "vector": (9,), "scalar": (), "one": (1, 1), "none": (0, 3), "cube": (2, 3, 4)}
+    shapes |= {"large": (41, 131), "images": (64, 8, 3, 3)}  # enough for states in 8 bits
     return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
 
 
@@ -49,15 +50,44 @@ def test_is_a_frozen_value(rule: optimizer_methods.Optimizer) -> None:
             setattr(rule, each.name, 1.0)
 
 
-def test_slots_have_the_parameters_shape_or_none(rule: optimizer_methods.Optimizer) -> None:
+def test_slots_have_the_parameters_rows_or_are_one_number(rule: optimizer_methods.Optimizer) -> None:
     params = some()
     state = rule.init(params)
     assert state.keys() == params.keys()
     for name, slots in state.items():
         assert set(slots) <= set(rule.slots)
         for slot in slots.values():
-            assert slot.shape in (params[name].shape, torch.Size(())) and slot.device == params[name].device
-            assert slot.is_floating_point() and not slot.requires_grad
+            assert slot.dim() == 0 or slot.shape[0] == params[name].shape[0]
+            assert slot.device == params[name].device and not slot.requires_grad
+            assert slot.is_floating_point() or optimizer_methods.is_coded(slots)
+
+
+def around(rule: optimizer_methods.Optimizer, inner: optimizer_methods.Optimizer) -> optimizer_methods.Optimizer | None:
+    """The rule with another one in it, where it takes any."""
+    fields = [f.name for f in dataclasses.fields(rule) if f.type == "Optimizer"]
+    return dataclasses.replace(rule, **dict.fromkeys(fields, inner)) if fields else None
+
+
+def test_states_of_rows_are_rows_of_the_states(rule: optimizer_methods.Optimizer) -> None:
+    """Also where the rule has one in it whose states depend on the size of the whole parameter."""
+    small = optimizer_methods.build("coat")
+    for one in (rule, around(rule, small)):
+        if one is None:
+            continue
+        params = some()
+        whole, shapes = one.init(params), {n: tuple(p.shape) for n, p in params.items()}
+        wanted = {n: {s: t[:1] if t.dim() else t for s, t in slots.items()} for n, slots in whole.items()}
+        found = one.init_rows({n: p[:1] if p.dim() else p for n, p in params.items()}, shapes)
+        assert all(found[n].keys() == wanted[n].keys() and same(wanted[n], found[n]) for n in params)
+    assert optimizer_methods.is_coded(small.init(some())["large"])
+
+
+def test_the_bytes_of_a_row_are_those_of_the_states(rule: optimizer_methods.Optimizer) -> None:
+    params = some()
+    for name, slots in rule.init(params).items():
+        shape = tuple(params[name].shape)
+        held = sum(t.nbytes for t in slots.values() if t.dim() or not shape)
+        assert rule.row_bytes(name, shape) * (shape[0] if shape else 1) == held
 
 
 def test_works_in_place_on_leaves_that_require_a_gradient(rule: optimizer_methods.Optimizer) -> None:

@@ -117,6 +117,6 @@ def test_what_is_no_matrix_is_refused() -> None:
 
 
 def test_a_forecast_counts_one_state_of_a_matrix_and_two_of_the_rest() -> None:
-    assert Muon().states_of("up.weight", (4, 3)) == 1 and Muon().states_of("embed.weight", (4, 3)) == 2
-    assert Muon().states_of("up.bias", (4,)) == 2
-    assert optimizer_methods.build("one_bit_lamb").states_of("up.weight", (4, 3)) == 3
+    assert Muon().row_bytes("up.weight", (4, 3)) == 12 and Muon().row_bytes("embed.weight", (4, 3)) == 24
+    assert Muon().row_bytes("up.bias", (4,)) == 8
+    assert optimizer_methods.build("one_bit_lamb").row_bytes("up.weight", (4, 3)) == 36

@@ -237,6 +237,10 @@ class Wide(Causal):
         self.embed = nn.Embedding(16, 192)
         self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(6))
 
+    def forward(self, input_ids: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        logits = super().forward(input_ids)
+        return logits if scale is None else logits * scale[:, None, None]
+
 
 class Wordless(Causal):
     """Says nothing unless it is told what to say."""

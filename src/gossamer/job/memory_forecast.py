@@ -176,8 +176,9 @@ class _Parts:
         for name, p in params.items():
             size = p.element_size()
             copies = (size < _FLOAT) + (sharding.differences is not None)  # in float32
-            states = rule.states_of(name, tuple(p.shape)) + copies
-            sizes[name] = ElementBytes(size, size * p.requires_grad, max(_FLOAT, size) * states)
+            wide = max(_FLOAT, size)
+            states = rule.row_bytes(name, tuple(p.shape), torch.float32 if wide == _FLOAT else torch.float64)
+            sizes[name] = ElementBytes(size, size * p.requires_grad, wide * copies, states)
         frozen = [n for n, p in params.items() if not p.requires_grad]
         return holdings(self.deal, shapes_of(params), rank, frozen=frozen), sizes
 
@@ -259,5 +260,5 @@ def _apart(sizes: Mapping[str, ElementBytes]) -> tuple[dict[str, ElementBytes], 
     return (
         {n: ElementBytes(one.kept, 0, 0) for n, one in sizes.items()},
         {n: ElementBytes(0, one.gradient, 0) for n, one in sizes.items()},
-        {n: ElementBytes(0, 0, one.owned) for n, one in sizes.items()},
+        {n: ElementBytes(0, 0, one.owned, one.owned_row) for n, one in sizes.items()},
     )

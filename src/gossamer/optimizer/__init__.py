@@ -1,7 +1,10 @@
 """Optimizers: update a parameter given its gradient. One optimizer per file, state passed in and updated in place.
 
-State is keyed by parameter name and slot, and a slot has its parameter's shape (or is 0-dim), so that a checkpoint can
-store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`.
+State is keyed by parameter name and slot. A slot is one number for all of a parameter (0-dim), or it has its rows: its
+first dimension is the parameter's, and row i of it belongs to row i of the parameter and to no other. The rest of its
+shape and its type are the optimizer's affair. So a checkpoint can store it by slice, sharding can divide it by rows,
+and another number of ranks finds it bit for bit. A state in 8 bits is a code: it means something only beside the other
+slots of its parameter, and nobody may average it (`is_coded`). Learning-rate schedules are in `optimizer.lr_schedule`.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Optimizer(ABC):
 
     @property
     def by_element(self) -> bool:
-        """Return whether each element is updated by itself, so that a slice of a parameter gets the same update."""
+        """Return whether each row is updated by itself, so that rows of a parameter get the same update alone."""
         return True
 
     @property
@@ -76,6 +79,13 @@ class Optimizer(ABC):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         """Return the states of every parameter before the first update, on its device."""
 
+    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+        """Return the states of some rows of every parameter: those rows of the states of all of it.
+
+        shapes: of the whole parameters, by name. To be overridden where states depend on more than a row.
+        """
+        return self.init(rows)
+
     @abstractmethod
     def update(
         self,
@@ -92,10 +102,12 @@ class Optimizer(ABC):
         on `lr`, from an LRSchedule; step: number of updates made before this one.
         """
 
-    def states_of(self, name: str, shape: tuple[int, ...]) -> int:
-        """Return how many states of its own shape the parameter `name` has; a number for all of it is none."""
-        param = torch.empty(shape, device="meta")
-        return sum(one.shape == param.shape for one in self.init({name: param})[name].values())
+    def row_bytes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+        """Return the bytes of the states of one row of the parameter `name`; a number for all of it counts as none."""
+        param = torch.empty(shape, device="meta", dtype=dtype)
+        rows = shape[0] if shape else 1
+        held = self.init({name: param})[name].values()
+        return sum(one.nbytes for one in held if one.dim() or not shape) // rows if rows else 0
 
     def update_apart(
         self,
@@ -129,6 +141,11 @@ class Optimizer(ABC):
     def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
         """Load the average over islands of what `second_moments` returned some time ago."""
         return None
+
+
+def is_coded(slots: Mapping[str, Tensor]) -> bool:
+    """Return whether the states of a parameter are codes, which neither sums nor means of them are."""
+    return any(one.element_size() == 1 for one in slots.values())
 
 
 REGISTRY: Registry[Optimizer] = Registry(__name__, Optimizer)  # type: ignore[type-abstract]

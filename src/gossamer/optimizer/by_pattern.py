@@ -79,6 +79,9 @@ class ByPattern(Optimizer):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.inner.init(params)
 
+    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+        return self.inner.init_rows(rows, shapes)
+
     def update(
         self,
         params: Mapping[str, Tensor],

@@ -61,9 +61,12 @@ class Master(Optimizer):
         return (*self.inner.slots, "master")
 
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in params.items()}
-        state = self.inner.init(wide)
-        for name, param in params.items():
+        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
+
+    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+        wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in rows.items()}
+        state = self.inner.init_rows(wide, shapes)
+        for name, param in rows.items():
             if param.dtype in HALF:
                 state[name]["master"] = wide[name].contiguous()
         return state

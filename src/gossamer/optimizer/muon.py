@@ -116,11 +116,14 @@ class Muon(Optimizer):
         return self.rest.counts_each
 
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        matrices, others = self._split(params)
-        state = self.rest.init(others)
+        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
+
+    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+        matrices, others = self._split(rows)
+        state = self.rest.init_rows(others, shapes)
         for name, param in matrices.items():
             state[name] = {"momentum": torch.zeros_like(param, memory_format=torch.contiguous_format).detach()}
-        return {name: state[name] for name in params}
+        return {name: state[name] for name in rows}
 
     @torch.no_grad()
     def update(

@@ -87,9 +87,10 @@ def state_bytes(
     for layout in layouts:
         size, wide = layout.dtype.itemsize, max(4, layout.dtype.itemsize)
         copies = (size < wide) + (sharding.differences is not None)  # in float32
+        kind = torch.float32 if wide == 4 else torch.float64
         shapes |= {entry.name: entry.shape for entry in layout.entries}
         sizes |= {
-            entry.name: ElementBytes(size, size, wide * (copies + optimizer.states_of(entry.name, entry.shape)))
+            entry.name: ElementBytes(size, size, wide * copies, optimizer.row_bytes(entry.name, entry.shape, kind))
             for entry in layout.entries
         }
     frozen = shapes.keys() - frozenset(trained)

@@ -68,11 +68,15 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """The bytes per element of a parameter: of its kept rows, of their gradient, and of the state of its owned rows."""
+    """The bytes per element of a parameter: of its kept rows, of their gradient, and of the state of its owned rows.
+
+    `owned_row`: further bytes per owned row, however long it is.
+    """
 
     kept: int
     gradient: int
     owned: int
+    owned_row: int = 0
 
 
 def holdings(
@@ -117,6 +121,7 @@ def bytes_of(held: Iterable[Holding], sizes: Mapping[str, ElementBytes]) -> int:
         one.numel(one.kept.rows) * sizes[one.name].kept
         + one.numel(one.gradient) * sizes[one.name].gradient
         + one.numel(one.owned.rows) * sizes[one.name].owned
+        + one.owned.rows.count * sizes[one.name].owned_row
         for one in held
     )
 

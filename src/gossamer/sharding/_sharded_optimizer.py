@@ -62,7 +62,7 @@ class ShardedOptimizer:
         own = _own_of(holdings, _held(params, shards))
         if differences is not None:
             own = {n: view.float().clone() for n, view in own.items()}
-        held = rule.init(own)
+        held = rule.init_rows(own, {name: holdings[name].shape for name in own})
         for name in own if differences is not None else ():
             held[name][_MAIN] = own[name]
         return ShardedOptimizer(rule, params, holdings, deal, rank, differences, held, shards)

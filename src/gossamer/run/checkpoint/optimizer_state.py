@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gossamer.optimizer import is_coded
 from gossamer.run.checkpoint.holders import ParameterHolders, bare
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
@@ -50,8 +51,7 @@ class OptimizerSlots(Stateful):
                 copies = SliceCopies.SPARE if self.states.is_spare and not self.outer.is_apart else SliceCopies.SHARDED
                 if not tensor.dim() and not rows.count:
                     continue  # one number for the whole parameter, which another rank owns
-                shaped = self.states.params[param] if tensor.dim() else tensor
-                where = row_slice(name, shaped, rows, tensor, self.members.version_of_shards)
+                where = row_slice(name, self.states.params[param], rows, tensor, self.members.version_of_shards)
                 yield StateSlice(where, tensor, copies)
             elif self.outer.is_apart:
                 yield StateSlice.whole(name, tensor, SliceCopies.PRIVATE, self.members.rank)
@@ -104,10 +104,20 @@ class OptimizerSlots(Stateful):
             raise CheckpointMismatch(why)
         if not goes_on or not source.versions(name):
             check_agreed(source, name)
+            self._check_code(source, name)
         elif (version := speaker(source, name, self.members.rank)) not in source.versions(name):
             raise CheckpointMismatch(
                 f"{source.label} holds {name} of ranks {list(source.versions(name))}, wanted rank {version}: resume "
                 "each rank on the host where it ran before"
+            )
+
+    def _check_code(self, source: StateSource, name: str) -> None:
+        """Raise CheckpointMismatch for a state in a code of which islands hold several: they have no mean."""
+        _, _, param = name.split("/", 2)
+        if is_coded(self.states.held[param]) and set(source.versions(name)) != {REPLICATED}:
+            raise CheckpointMismatch(
+                f"{source.label} holds {name} of islands that trained apart, in a code of 8 bits, which cannot be "
+                "averaged: resume with the plan.sync and the islands that it was saved with"
             )
 
     @torch.no_grad()
