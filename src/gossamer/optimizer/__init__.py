@@ -68,6 +68,15 @@ class Optimizer(ABC):
         """
         return False
 
+    @property
+    def has_average(self) -> bool:
+        """Return whether a run is evaluated, exported and compared at an averaged point, not at its parameters."""
+        return False
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        """Return the averaged point of these parameters (slices, too) as new tensors, where `has_average`."""
+        return {}
+
     def check(self, names: Collection[str]) -> None:
         """Raise BadInput unless the settings fit a model whose trained parameters have these names."""
         return None

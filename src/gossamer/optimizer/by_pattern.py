@@ -76,6 +76,13 @@ class ByPattern(Optimizer):
     def counts_each(self) -> bool:
         return self.inner.counts_each
 
+    @property
+    def has_average(self) -> bool:
+        return self.inner.has_average
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        return self.inner.average(params, state)
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.inner.init(params)
 

@@ -57,6 +57,14 @@ class Master(Optimizer):
         return self.inner.is_plain
 
     @property
+    def has_average(self) -> bool:
+        return self.inner.has_average
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        found = self.inner.average(_wide(params, params, state), state)
+        return {name: one.to(params[name].dtype) for name, one in found.items()}
+
+    @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 

@@ -21,6 +21,7 @@ from gossamer.run.batches import Feed, moved
 from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
+from gossamer.run.evaluation_point import EvaluationPoint
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
@@ -118,7 +119,7 @@ def _trainer(
         sequences=train.evaluate_sequences,
         sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
         replica=replica,
-        apart=outer.apart,
+        point=EvaluationPoint(apart=outer.apart, states=states, replica=replica, pump=given.pump),
         shards_parameters=recipe.sharding.takes_parameters,
         sink=around.sink,
         at=around.at,

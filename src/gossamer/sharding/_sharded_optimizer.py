@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -205,6 +206,36 @@ class ShardedOptimizer:
         for name, view in bucket.slices():
             self.params[name].copy_(self.params[name].float() + view)
         return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
+
+    @contextmanager
+    def averaged(self, layouts: Sequence[Layout], pump: CommThread) -> Iterator[None]:
+        """Load the optimizer's averaged point inside the context, where it has one; restore the parameters afterwards.
+
+        All ranks must enter it together: they gather the rows of the others.
+        """
+        if not self.rule.has_average:
+            yield
+            return
+        held = _held(self.params, self.shards)
+        kept = {name: one.tensor.clone() for name, one in held.items()}
+        self.load_average(layouts, pump)
+        try:
+            yield
+        finally:
+            for name, tensor in kept.items():
+                held[name].tensor.copy_(tensor)
+            self.release()
+
+    @torch.no_grad()
+    def load_average(self, layouts: Sequence[Layout], pump: CommThread) -> None:
+        """Replace the parameters by the optimizer's averaged point, where it has one. All ranks must call it."""
+        if not self.rule.has_average:
+            return
+        own = dict(self.parameters())
+        for name, param in own.items():  # one by one: no second copy of the model
+            param.copy_(self.rule.average({name: param}, self.held)[name])
+        self.gather(layouts, pump, key=(0, 0))
+        self.release()
 
     def slots(self) -> Iterator[tuple[str, str, RowRange, Tensor]]:
         """Yield (slot, parameter, this rank's rows, tensor) of all optimizer states."""

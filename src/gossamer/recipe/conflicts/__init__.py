@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gossamer.recipe.conflicts import adaptation, exchange, layout, sharding, sync, verification
+from gossamer.recipe.conflicts import adaptation, exchange, layout, optimizer, sharding, sync, verification
 from gossamer.recipe.conflicts.exchange import clipped
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
@@ -39,6 +39,9 @@ LAWS: tuple[Law, ...] = (
     sync.zeroth_order_with_optimizer,
     sync.zeroth_order_with_fp16,
     sync.second_moments_with_optimizer,
+    optimizer.average_with_schedule,
+    optimizer.average_with_sync,
+    optimizer.average_with_differences,
     verification.verification_with_replicas,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
