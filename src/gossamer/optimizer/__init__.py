@@ -1,13 +1,15 @@
 """Optimizers: update a parameter given its gradient. One optimizer per file, state passed in and updated in place.
 
 State is keyed by parameter name and slot, and a slot has its parameter's shape (or is 0-dim), so that a checkpoint can
-store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`.
+store it by slice; only optimizers that need all parameters at once (not `by_parameter`) have slots of other shapes.
+Learning-rate schedules are in `optimizer.lr_schedule`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,6 +18,17 @@ from torch import Tensor
 from gossamer.spec.registry import Registry
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> slot -> tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVectors:
+    """A layer's mean input, over all positions of a step's batch, and the gradient of the mean loss by its output.
+
+    The gradient is summed over positions: it is that of a bias. A kernel's input is its patch, flattened.
+    """
+
+    input: Tensor  # (inputs,)
+    output: Tensor  # (outputs,)
 
 
 class Optimizer(ABC):
@@ -100,6 +113,14 @@ class Optimizer(ABC):
         params, grads: by name, in the parameter's own shape (a slice keeps its number of dimensions); lr_scale: factor
         on `lr`, from an LRSchedule; step: number of updates made before this one.
         """
+
+    def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
+        """Return those of `params` whose layers' vectors `see` needs, where layers are linear; none for most."""
+        return ()
+
+    def see(self, vectors: Mapping[str, LayerVectors], state: OptimizerState) -> None:
+        """Take in the vectors of a step by the name of the layer's weight, before `update`. Equal on all ranks."""
+        return None
 
     def states_of(self, name: str, shape: tuple[int, ...]) -> int:
         """Return how many states of its own shape the parameter `name` has; a number for all of it is none."""

@@ -30,6 +30,10 @@ class ByPattern(Optimizer):
     lr_factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.inner.by_parameter:
+            do = "choose another optimizer for `inner`, or this one for all parameters"
+            got = "one that moves all parameters under one clip"
+            raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="inner")
         for pattern, factor in self.lr_factors:
             try:
                 re.compile(pattern)

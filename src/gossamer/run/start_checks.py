@@ -49,6 +49,7 @@ def check_before_start(parts: Parts) -> None:
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     parts.recipe.optimizer.check(trainable(parts.outline).keys())
     _check_statistics(parts)
+    _check_hooks(parts)
     precision = precision_of(config.train.precision)
     for name, param in parts.outline.named_parameters():
         if param.is_floating_point():
@@ -89,6 +90,18 @@ def _check_statistics(parts: Parts) -> None:
             got=f"{len(found)} modules that keep them, such as {found[0] or 'the model'}",
             do="use layer or group norm, or track_running_stats=False, or choose another optimizer such as adamw",
             key="train.optimizer",
+        )
+
+
+def _check_hooks(parts: Parts) -> None:
+    """Raise BadInput for compiled units with an optimizer whose hooks on layers they would not call."""
+    wanted = parts.recipe.optimizer.wants_vectors(trainable(parts.outline))
+    if wanted and parts.config.model.compile:
+        raise bad_input(
+            wanted=f"a model that is not compiled with {told(parts.config.train.optimizer)}, which hooks its layers",
+            got="model.compile: true",
+            do="set model.compile to false, or choose eva_s, which needs no hooks",
+            key="model.compile",
         )
 
 

@@ -16,7 +16,7 @@ from gossamer.comm.message import ExchangeState as Stateless
 from gossamer.comm.message import Outcome, Rounds, Traffic
 from gossamer.comm.random_key import key_at
 from gossamer.exchange.codec import Codec
-from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
 from gossamer.sharding._gather_updates import collected, collecting, longest_message_numel
 from gossamer.sharding._holding import Holding
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
@@ -101,6 +101,11 @@ class ShardedOptimizer:
             part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
             update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
         self.release()
+
+    def see(self, vectors: Mapping[str, LayerVectors]) -> None:
+        """Give the optimizer the vectors of a step's layers, before the update."""
+        if vectors:
+            self.rule.see(vectors, self.held)
 
     def _owns(self, name: str) -> bool:
         return self.holdings[name].owned.rows.count > 0

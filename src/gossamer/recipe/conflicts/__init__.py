@@ -42,6 +42,8 @@ LAWS: tuple[Law, ...] = (
     optimizer.average_with_schedule,
     optimizer.average_with_sync,
     optimizer.average_with_differences,
+    optimizer.one_clip_with_stages,
+    optimizer.one_clip_with_sync,
     verification.verification_with_replicas,
     sync.proof_with_sync,
     sync.time_limit_with_sync,

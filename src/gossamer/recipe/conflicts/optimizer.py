@@ -44,3 +44,27 @@ def average_with_differences(recipe: Recipe) -> BadInput | None:
         do="set plan.sharding to zero1, zero2 or zero3",
         key="plan.sharding",
     )
+
+
+def one_clip_with_stages(recipe: Recipe) -> BadInput | None:
+    """Return an error for stages with an optimizer that must see all parameters at once."""
+    if recipe.optimizer.by_parameter or not recipe.in_stages:
+        return None
+    return bad_input(
+        wanted=f"no pipeline stages with {told(recipe.config.train.optimizer)}, which moves all layers under one clip",
+        got=f"{recipe.stages} stages, of which a rank knows its own",
+        do="set plan.mesh.pipe to 1, or choose another optimizer such as adamw",
+        key=OPTIMIZER,
+    )
+
+
+def one_clip_with_sync(recipe: Recipe) -> BadInput | None:
+    """Return an error for local updates with an optimizer that must see all parameters at once."""
+    if recipe.optimizer.by_parameter or (recipe.sync.is_plain and recipe.plan.sync != "auto"):
+        return None
+    return bad_input(
+        wanted=f"plan.sync every_step with {told(recipe.config.train.optimizer)}, which needs means over all ranks",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="set plan.sync to every_step, or choose another optimizer such as adamw",
+        key=OPTIMIZER,
+    )
