@@ -77,8 +77,8 @@ def test_a_step_is_that_of_the_dense_inverse(name: str, damping: float) -> None:
 @pytest.mark.parametrize("name", ["eva", "eva_f", "eva_s"])
 def test_with_much_damping_it_is_the_gradient(name: str) -> None:
     grads = drawn(2)
-    steps = moved(optimizer_methods.build({name: {"damping": 1e9, "kl_clip": 1e12}}), grads, vectors(3))
-    assert torch.allclose(1e9 * steps["one.weight"], grads["one.weight"], rtol=1e-6, atol=1e-6)
+    steps = moved(optimizer_methods.build({name: {"lr": 1e7, "damping": 1e7, "kl_clip": 1e30}}), grads, vectors(3))
+    assert torch.allclose(1e7 * steps["one.weight"], grads["one.weight"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["eva", "eva_f", "eva_s"])

@@ -211,6 +211,7 @@ def wide(tensor: Tensor) -> Tensor:
 
 def rank_one(gradient: Tensor, output: Tensor, input: Tensor, damping: float) -> Tensor:
     """Return (b b^T (x) a a^T + gamma I)^-1 g for a gradient (outputs, inputs), by Sherman and Morrison."""
+    output, input = output.to(gradient.dtype), input.to(gradient.dtype)
     size = output.square().sum() * input.square().sum() + damping
     part = torch.dot(output, gradient @ input) / size
     return torch.addr(gradient, output * part, input, alpha=-1.0) / damping

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import LayerVectors, OptimizerState
-from gossamer.optimizer._eva import PLAIN, EvaRule, Move, check, seen_of, wide, with_bias
+from gossamer.optimizer._eva import PLAIN, EvaRule, Move, check, seen_of, with_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class EvaF(EvaRule):
         found = []
         for name in seen_of([name for name in grads if "seen" in state[name]], state):
             bias, gradient = with_bias(name, grads)
-            a = wide(state[name]["input"])
+            a = state[name]["input"].to(gradient.dtype)
             a = torch.cat([a, a.new_ones(1)]) if bias else a
             along = (gradient @ a) / (a.square().sum() + self.damping)
             found.append(Move(name, bias, gradient, torch.addr(gradient, along, a, alpha=-1.0) / self.damping))
