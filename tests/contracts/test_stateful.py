@@ -146,7 +146,8 @@ def rank_of(way: Way, rank: int, ranks: int, seed: int) -> tuple[CheckpointConte
     scaling = LossScale.of(precision_of("fp16"))
     for _ in range(seed % 5):
         scaling.committed()
-    asked = SimpleNamespace(plan=SimpleNamespace(residuals_on_resume=way.residuals))
+    plan, train = SimpleNamespace(residuals_on_resume=way.residuals), SimpleNamespace(optimizer="adamw")
+    asked = SimpleNamespace(plan=plan, train=train)
     parts: Any = SimpleNamespace(module=module, cut=None, config=asked, base="")
     contents = contents_of(parts, progress, states, replica, apart, scaling, Watch())
     made = SimpleNamespace(module=module, states=states, replica=replica, apart=apart, progress=progress)

@@ -77,6 +77,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         )
         trainer = build(parts, engine, pump, around)
         ending.callback(trainer.replica.close)
+        ending.callback(trainer.descent.close)
         ending.callback(trainer.outer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)

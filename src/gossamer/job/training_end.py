@@ -61,6 +61,7 @@ def _run(job: RankJob, trainer: Trainer, saver: CheckpointManager) -> EarlyEnd |
         interrupted = error
     unsaved = saver.confirm(trainer.replica.gather, job.at)
     if job.is_kept:
+        trainer.evaluator.point.stay()
         trainer.states.leave()
     if unsaved is not None:
         how = "stopped as asked after" if interrupted is not None else "trained to"

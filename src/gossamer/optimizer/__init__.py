@@ -4,13 +4,15 @@ State is keyed by parameter name and slot. A slot is one number for all of a par
 first dimension is the parameter's, and row i of it belongs to row i of the parameter and to no other. The rest of its
 shape and its type are the optimizer's affair. So a checkpoint can store it by slice, sharding can divide it by rows,
 and another number of ranks finds it bit for bit. A state in 8 bits is a code: it means something only beside the other
-slots of its parameter, and nobody may average it (`is_coded`). Learning-rate schedules are in `optimizer.lr_schedule`.
+slots of its parameter, and nobody may average it (`is_coded`). Only optimizers that need all parameters at once (not
+`by_parameter`) have slots of other shapes. Learning-rate schedules are in `optimizer.lr_schedule`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -19,6 +21,17 @@ from torch import Tensor
 from gossamer.spec.registry import Registry
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> slot -> tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVectors:
+    """A layer's mean input, over all positions of a step's batch, and the gradient of the mean loss by its output.
+
+    The gradient is summed over positions: it is that of a bias. A kernel's input is its patch, flattened.
+    """
+
+    input: Tensor  # (inputs,)
+    output: Tensor  # (outputs,)
 
 
 class Optimizer(ABC):
@@ -71,6 +84,15 @@ class Optimizer(ABC):
         """
         return False
 
+    @property
+    def has_average(self) -> bool:
+        """Return whether a run is evaluated, exported and compared at an averaged point, not at its parameters."""
+        return False
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        """Return the averaged point of these parameters (slices, too) as new tensors, where `has_average`."""
+        return {}
+
     def check(self, names: Collection[str]) -> None:
         """Raise BadInput unless the settings fit a model whose trained parameters have these names."""
         return None
@@ -108,6 +130,14 @@ class Optimizer(ABC):
         rows = shape[0] if shape else 1
         held = self.init({name: param})[name].values()
         return sum(one.nbytes for one in held if one.dim() or not shape) // rows if rows else 0
+
+    def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
+        """Return those of `params` whose layers' vectors `see` needs, where layers are linear; none for most."""
+        return ()
+
+    def see(self, vectors: Mapping[str, LayerVectors], state: OptimizerState) -> None:
+        """Take in the vectors of a step by the name of the layer's weight, before `update`. Equal on all ranks."""
+        return None
 
     def update_apart(
         self,

@@ -30,6 +30,10 @@ class ByPattern(Optimizer):
     lr_factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.inner.by_parameter:
+            do = "choose another optimizer for `inner`, or this one for all parameters"
+            got = "one that moves all parameters under one clip"
+            raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="inner")
         for pattern, factor in self.lr_factors:
             try:
                 re.compile(pattern)
@@ -75,6 +79,13 @@ class ByPattern(Optimizer):
     @property
     def counts_each(self) -> bool:
         return self.inner.counts_each
+
+    @property
+    def has_average(self) -> bool:
+        return self.inner.has_average
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        return self.inner.average(params, state)
 
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.inner.init(params)

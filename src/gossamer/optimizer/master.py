@@ -10,13 +10,13 @@ Good when: the model is held in bf16, where a step of less than 1/256 of a param
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
 from gossamer.optimizer.adamw import AdamW
 
 HALF = (torch.bfloat16, torch.float16)
@@ -55,6 +55,20 @@ class Master(Optimizer):
     @property
     def is_plain(self) -> bool:
         return self.inner.is_plain
+
+    @property
+    def has_average(self) -> bool:
+        return self.inner.has_average
+
+    def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
+        return self.inner.wants_vectors(params)
+
+    def see(self, vectors: Mapping[str, LayerVectors], state: OptimizerState) -> None:
+        self.inner.see(vectors, state)
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        found = self.inner.average(_wide(params, params, state), state)
+        return {name: one.to(params[name].dtype) for name, one in found.items()}
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -70,6 +70,14 @@ class Muon(Optimizer):
         positive("iterations", self.iterations)
         if isinstance(self.rest, Muon):
             raise bad_input(wanted="another optimizer", got="muon", do="leave `rest` out: it is adamw", key="rest")
+        if not self.rest.by_parameter:
+            do = "choose another optimizer for `rest`, or this one for all parameters"
+            got = "one that moves all parameters under one clip"
+            raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="rest")
+        if self.rest.has_average:
+            do = "choose another optimizer for `rest`, or this one for all parameters"
+            got = "one with an averaged point, which matrices have not"
+            raise bad_input(wanted="an optimizer that is evaluated at its parameters", got=got, do=do, key="rest")
         for pattern in (*self.matrices, *(one for one, _, _ in self.fused)):
             try:
                 re.compile(pattern)

@@ -12,6 +12,7 @@ from gossamer import sync
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
 from gossamer.model.forward_adapter import caller_of
+from gossamer.model.layer_vectors import LayerHooks
 from gossamer.model.side_effects import gradless, untouched
 from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
@@ -21,6 +22,7 @@ from gossamer.run.batches import Feed, moved
 from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
+from gossamer.run.evaluation_point import EvaluationPoint
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
@@ -38,6 +40,7 @@ from gossamer.run.step_attempts import StepAttempts
 from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
+from gossamer.run.step_vectors import StepVectors
 from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
@@ -94,7 +97,12 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
-    descent: StepAlgorithm = GradientStep(gradients=gradients, states=states, clip=config.train.max_grad_norm)
+    descent: StepAlgorithm = GradientStep(
+        gradients=gradients,
+        states=states,
+        vectors=_vectors(given, rule, replica),
+        clip=config.train.max_grad_norm,
+    )
     if recipe.sync.probe is not None:
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
@@ -118,7 +126,7 @@ def _trainer(
         sequences=train.evaluate_sequences,
         sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
         replica=replica,
-        apart=outer.apart,
+        point=EvaluationPoint(apart=outer.apart, states=states, replica=replica, pump=given.pump),
         shards_parameters=recipe.sharding.takes_parameters,
         sink=around.sink,
         at=around.at,
@@ -181,6 +189,12 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         keeps_sent=parts.config.train.verify.every > 0,
     )
     return states, replica
+
+
+def _vectors(given: _Inputs, rule: Optimizer, replica: sync.GradientReducer) -> StepVectors:
+    """Return what takes the vectors of linear layers, where the optimizer wants any."""
+    wanted = rule.wants_vectors(given.params)
+    return StepVectors(hooks=LayerHooks.of(given.parts.module, wanted), pump=given.pump, replica=replica)
 
 
 def _outer_loop(

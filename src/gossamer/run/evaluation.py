@@ -13,6 +13,7 @@ import torch
 
 from gossamer.model.side_effects import untouched
 from gossamer.run.batches import Batches, Feed, MicroBatch, moved, part, row_slices
+from gossamer.run.evaluation_point import EvaluationPoint
 from gossamer.run.forward import run_forward
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import At
@@ -22,7 +23,7 @@ from gossamer.run.trainer_services import Sink
 from gossamer.run.validation_set import ValidationSet
 from gossamer.spec import records
 from gossamer.spec.watched_figure import LOSS, Figures
-from gossamer.sync import GradientReducer, OuterLoop
+from gossamer.sync import GradientReducer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Evaluator:
     sequences: int  # of each set, at most
     sampler: Sampler | None
     replica: GradientReducer
-    apart: OuterLoop
+    point: EvaluationPoint
     shards_parameters: bool
     sink: Sink
     at: At
@@ -49,12 +50,12 @@ class Evaluator:
     def evaluate(self, step: int) -> Figures:
         """Return the mean loss and the metrics of every validation set, over the same sequences on any number of ranks.
 
-        They are the same on all ranks. In local-update training they are those of the global parameters. It also
-        samples text if the configuration asks for that. The buffers of the model are afterwards as training left them.
+        They are the same on all ranks. They are those of the evaluation point (`EvaluationPoint`). It also samples
+        text if the configuration asks for that. The buffers of the model are afterwards as training left them.
         """
         module, is_whole = self.stages.engine.module, not self.shards_parameters
         found: dict[tuple[str, str], float] = {}
-        with self.apart.agreed(step), untouched(module, parameters=is_whole):
+        with self.point.after(step), untouched(module, parameters=is_whole):
             for name, one in self.validation.items():
                 found.update({(name, figure): value for figure, value in self._evaluate(step, name, one).items()})
             if self.sampler is not None:

@@ -15,6 +15,7 @@ from gossamer.run.metrics import load_metrics
 from gossamer.run.parts import Parts
 from gossamer.run.watch import Watch
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import told
 from gossamer.spec.odd_one_out import outvoted, parted
 
 
@@ -47,6 +48,8 @@ def check_before_start(parts: Parts) -> None:
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     parts.recipe.optimizer.check(trainable(parts.outline).keys())
+    _check_statistics(parts)
+    _check_hooks(parts)
     precision = precision_of(config.train.precision)
     for name, param in parts.outline.named_parameters():
         if param.is_floating_point():
@@ -73,6 +76,37 @@ def _check_validation(parts: Parts) -> None:
             do="lower data.sequence, give more text, or leave train.keep_best and train.early_stop out",
             key="data.validation",
         )
+
+
+def _check_statistics(parts: Parts) -> None:
+    """Raise BadInput for running statistics (batch norm) with an optimizer that is evaluated at another point."""
+    if not parts.recipe.optimizer.has_average:
+        return
+    found = [path for path, inner in parts.outline.named_modules() if _running_statistics(inner)]
+    if found:
+        raise bad_input(
+            wanted=f"a model without running statistics with {told(parts.config.train.optimizer)}, which evaluates an "
+            "averaged point and collects statistics at the trained one",
+            got=f"{len(found)} modules that keep them, such as {found[0] or 'the model'}",
+            do="use layer or group norm, or track_running_stats=False, or choose another optimizer such as adamw",
+            key="train.optimizer",
+        )
+
+
+def _check_hooks(parts: Parts) -> None:
+    """Raise BadInput for compiled units with an optimizer whose hooks on layers they would not call."""
+    wanted = parts.recipe.optimizer.wants_vectors(trainable(parts.outline))
+    if wanted and parts.config.model.compile:
+        raise bad_input(
+            wanted=f"a model that is not compiled with {told(parts.config.train.optimizer)}, which hooks its layers",
+            got="model.compile: true",
+            do="set model.compile to false, or choose eva_s, which needs no hooks",
+            key="model.compile",
+        )
+
+
+def _running_statistics(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
 def _check_copies(parts: Parts) -> None:

@@ -17,6 +17,7 @@ from gossamer.pipeline.rank_backend import RankBackend
 from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.run.forward import Pipeline, transfers_of
 from gossamer.run.step_runner import ModelPart, StepHooks, StepRunner
+from gossamer.run.step_vectors import StepVectors
 from gossamer.run.task import Task
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.action import Op
@@ -71,6 +72,10 @@ class StepAlgorithm(ABC):
     def settle(self, done: int) -> None:
         """Complete pending work before a checkpoint after `done` steps. All ranks must call it."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Take off the model what was put on it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
@@ -123,6 +128,7 @@ class GradientStep(StepAlgorithm):
 
     gradients: Gradients
     states: ShardedOptimizer
+    vectors: StepVectors
     clip: float
 
     @property
@@ -130,7 +136,8 @@ class GradientStep(StepAlgorithm):
         return self.gradients.replica
 
     def attempt(self, task: Task) -> StepAttempt:
-        work = self.gradients.attempt(task)
+        with self.vectors.open():
+            work = self.gradients.attempt(task)
         return StepAttempt(StepVote(work.loss(), speaks=work.speaks), work.compute_s)
 
     def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:
@@ -141,6 +148,7 @@ class GradientStep(StepAlgorithm):
         apart = window.level != "all"
         idle = agreement.idle - self.gradients.tied.holders.keys()  # of those each stage knows its own part
         gradients = {name: one for name, one in self.replica.gradients().items() if name not in idle}
+        self.states.see(self.vectors.mean(window, gradients.keys()))
         self.states.update(gradients, lr_scale=window.lr, step=updates, apart=apart)
         if not apart and not self.gradients.pipeline.together:
             self.states.missed(idle)
@@ -156,3 +164,6 @@ class GradientStep(StepAlgorithm):
 
     def settle(self, done: int) -> None:
         """Do nothing: no work is pending after a step."""
+
+    def close(self) -> None:
+        self.vectors.hooks.remove()

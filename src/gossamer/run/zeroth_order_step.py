@@ -99,3 +99,6 @@ class ZerothOrderStep(StepAlgorithm):
 
     def settle(self, done: int) -> None:
         self.log.tell(self.probing.agreed(self.probing.checksum(done)))
+
+    def close(self) -> None:
+        """Do nothing: nothing was put on the model."""

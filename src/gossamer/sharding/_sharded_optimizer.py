@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +16,7 @@ from gossamer.comm.message import ExchangeState as Stateless
 from gossamer.comm.message import Outcome, Rounds, Traffic
 from gossamer.comm.random_key import key_at
 from gossamer.exchange.codec import Codec
-from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
 from gossamer.sharding._gather_updates import collected, collecting, longest_message_numel
 from gossamer.sharding._holding import Holding
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
@@ -100,6 +101,11 @@ class ShardedOptimizer:
             part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
             update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
         self.release()
+
+    def see(self, vectors: Mapping[str, LayerVectors]) -> None:
+        """Give the optimizer the vectors of a step's layers, before the update."""
+        if vectors:
+            self.rule.see(vectors, self.held)
 
     def _owns(self, name: str) -> bool:
         return self.holdings[name].owned.rows.count > 0
@@ -205,6 +211,36 @@ class ShardedOptimizer:
         for name, view in bucket.slices():
             self.params[name].copy_(self.params[name].float() + view)
         return Outcome(bucket.flat[:0].clone(), None, Stateless())  # the buffer need not outlive it
+
+    @contextmanager
+    def averaged(self, layouts: Sequence[Layout], pump: CommThread) -> Iterator[None]:
+        """Load the optimizer's averaged point inside the context, where it has one; restore the parameters afterwards.
+
+        All ranks must enter it together: they gather the rows of the others.
+        """
+        if not self.rule.has_average:
+            yield
+            return
+        held = _held(self.params, self.shards)
+        kept = {name: one.tensor.clone() for name, one in held.items()}
+        self.load_average(layouts, pump)
+        try:
+            yield
+        finally:
+            for name, tensor in kept.items():
+                held[name].tensor.copy_(tensor)
+            self.release()
+
+    @torch.no_grad()
+    def load_average(self, layouts: Sequence[Layout], pump: CommThread) -> None:
+        """Replace the parameters by the optimizer's averaged point, where it has one. All ranks must call it."""
+        if not self.rule.has_average:
+            return
+        own = dict(self.parameters())
+        for name, param in own.items():  # one by one: no second copy of the model
+            param.copy_(self.rule.average({name: param}, self.held)[name])
+        self.gather(layouts, pump, key=(0, 0))
+        self.release()
 
     def slots(self) -> Iterator[tuple[str, str, RowRange, Tensor]]:
         """Yield (slot, parameter, this rank's rows, tensor) of all optimizer states."""

@@ -17,5 +17,9 @@ class Constant(LRSchedule):
     def __post_init__(self) -> None:
         demand_span("warmup", self.warmup)
 
+    @property
+    def never_falls(self) -> bool:
+        return True
+
     def factor(self, step: int, steps: int) -> float:
         return rise(step, span("warmup", self.warmup, steps))

@@ -42,6 +42,10 @@ class WarmupStableDecay(LRSchedule):
                 key="decay",
             )
 
+    @property
+    def never_falls(self) -> bool:
+        return self.decay == 0
+
     def factor(self, step: int, steps: int) -> float:
         warmup, decay = span("warmup", self.warmup, steps), span("decay", self.decay, steps)
         if max(self.warmup, self.decay) >= 1 and warmup + decay > steps:

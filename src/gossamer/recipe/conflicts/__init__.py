@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gossamer.recipe.conflicts import adaptation, exchange, layout, savers, sharding, sync, verification
+from gossamer.recipe.conflicts import adaptation, exchange, layout, optimizer, savers, sharding, sync, verification
 from gossamer.recipe.conflicts.exchange import clipped
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
@@ -42,6 +42,11 @@ LAWS: tuple[Law, ...] = (
     sync.zeroth_order_with_optimizer,
     sync.zeroth_order_with_fp16,
     sync.second_moments_with_optimizer,
+    optimizer.average_with_schedule,
+    optimizer.average_with_sync,
+    optimizer.average_with_differences,
+    optimizer.one_clip_with_stages,
+    optimizer.one_clip_with_sync,
     verification.verification_with_replicas,
     sync.proof_with_sync,
     sync.time_limit_with_sync,

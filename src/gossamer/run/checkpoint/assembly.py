@@ -43,7 +43,7 @@ def contents_of(
     components = (
         SavedProgress(progress, members, outer),
         Weights(parts.module, states, holders, members, apart.common, parts.base),
-        OptimizerSlots(states, holders, members, outer),
+        OptimizerSlots(states, holders, members, outer, parts.config.train.optimizer),
         outer,
         SavedLossScale(scaling, members),
         Generators(members),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import is_coded
+from gossamer.run.checkpoint.average import AVERAGE
 from gossamer.run.checkpoint.holders import ParameterHolders, bare
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.outer_loop_state import OuterLoopState
@@ -25,6 +26,7 @@ from gossamer.run.checkpoint.stored import (
 )
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import CheckpointMismatch
+from gossamer.spec.method_config import Written
 from gossamer.store.slices import REPLICATED
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
@@ -35,7 +37,11 @@ _OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that any optimiz
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSlots(Stateful):
-    """The optimizer states that one rank holds, and the number of updates that its parameters have missed."""
+    """The optimizer states that one rank holds, and the number of updates that its parameters have missed.
+
+    `written`: the optimizer as the configuration names it. It is saved where the model of a checkpoint is not at its
+    parameters but at the optimizer's averaged point (see `average`).
+    """
 
     prefixes: ClassVar[tuple[str, ...]] = ("optim/",)
 
@@ -43,6 +49,7 @@ class OptimizerSlots(Stateful):
     holders: ParameterHolders
     members: Membership
     outer: OuterLoopState
+    written: Written
 
     def slices(self) -> Iterator[StateSlice]:
         for slot, param, rows, tensor in self.states.slots():
@@ -59,7 +66,8 @@ class OptimizerSlots(Stateful):
                 yield StateSlice.whole(name, tensor, SliceCopies.REPLICATED)
 
     def meta(self) -> Mapping[str, Any]:
-        return {"skipped": dict(self.states.skipped)}
+        found: dict[str, Any] = {"skipped": dict(self.states.skipped)}
+        return {**found, AVERAGE: self.written} if self.states.rule.has_average else found
 
     def wanted(self, source: StateSource) -> Iterator[StateSlice]:
         """Yield the slices that a run in the same mode has stored; one in another continues from what is there."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.model.adapter import adapter_tensors
 from gossamer.model.quantized_linear import quantized_layers
+from gossamer.run.checkpoint.average import load_average
 from gossamer.run.checkpoint.choice import LATEST, open_chosen
 from gossamer.run.checkpoint.holders import ParameterHolders
 from gossamer.run.checkpoint.membership import Membership
@@ -96,6 +97,8 @@ class Weights(Stateful):
 def read_model(module: nn.Module, directory: Path, base: str = "", checkpoint: str | int = LATEST) -> int:
     """Fill a module from a checkpoint in `directory` and return its step.
 
+    Where the run is evaluated at its optimizer's averaged point, that is what it is filled with.
+
     `base`: digest of the model that an adapter is on, "" without one; its frozen weights are in the module already.
     `checkpoint`: "latest" (the newest good one), "best" or a step.
     Raises CheckpointMismatch, or BadInput if there is no checkpoint yet.
@@ -111,6 +114,7 @@ def read_model(module: nn.Module, directory: Path, base: str = "", checkpoint: s
     check_base(found.meta.get("base", ""), base, str(found.folder))
     for name, tensor in saved_state(module, base):
         tensor.copy_(found.read(f"model/{name}"))
+    load_average(saved_state(module, base), found)
     return int(found.meta["step"])
 
 
