@@ -1,7 +1,8 @@
 """Optimizers: update a parameter given its gradient. One optimizer per file, state passed in and updated in place.
 
 State is keyed by parameter name and slot, and a slot has its parameter's shape (or is 0-dim), so that a checkpoint can
-store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`.
+store it by slice. Learning-rate schedules are in `optimizer.lr_schedule`, penalties in
+`optimizer.proximal_operator`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,14 @@ class Optimizer(ABC):
         """Return whether the update is w <- w - lr lr_scale g and nothing else.
 
         Code that generates g bit by bit may then apply it in place of this optimizer.
+        """
+        return False
+
+    @property
+    def sets_zeros(self) -> bool:
+        """Return whether an update sets elements to exactly 0 on purpose.
+
+        An average of parameters, or a rounded difference of them, would not keep these zeros.
         """
         return False
 
