@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gossamer.recipe.conflicts import adaptation, exchange, layout, sharding, sync, verification
+from gossamer.recipe.conflicts import adaptation, adversarial, exchange, layout, sharding, sync, verification
 from gossamer.recipe.conflicts.exchange import clipped
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
@@ -42,6 +42,8 @@ LAWS: tuple[Law, ...] = (
     sync.zeroth_order_with_fp16,
     sync.second_moments_with_optimizer,
     verification.verification_with_replicas,
+    adversarial.adversarial_with_layout,
+    adversarial.adversarial_with_training,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,
