@@ -52,6 +52,35 @@ class Sgd(Rule):
 
 
 @dataclass
+class ProximalMcp(Sgd):
+    """SGD, then the minimizer of MCP and the distance, of matrices alone."""
+
+    strength: float = 0.05
+    gamma: float = 3.0
+
+    def move(self, w: Vector, g: Vector, rate: float, t: int, *, apart: bool) -> Vector:
+        w = super().move(w, g, rate, t, apart=apart)
+        near = np.sign(w) * np.maximum(np.abs(w) - rate * self.strength, 0.0) / (1 - rate / self.gamma)
+        return np.where(self.task.is_matrix() & (np.abs(w) <= self.gamma * self.strength), near, w)
+
+
+@dataclass
+class ProximalRows(Sgd):
+    """SGD, then the group lasso of the rows of matrices."""
+
+    strength: float = 0.02
+
+    def move(self, w: Vector, g: Vector, rate: float, t: int, *, apart: bool) -> Vector:
+        w = super().move(w, g, rate, t, apart=apart).copy()
+        for at, shape in self.task.spans().values():
+            if len(shape) == 2:
+                rows = w[at].reshape(shape)
+                norms = np.linalg.norm(rows, axis=1, keepdims=True)
+                w[at] = (rows * np.maximum(0.0, 1 - rate * self.strength * np.sqrt(shape[1]) / norms)).ravel()
+        return w
+
+
+@dataclass
 class AdamW(Rule):
     b1: float = 0.9
     b2: float = 0.95

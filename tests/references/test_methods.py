@@ -15,7 +15,20 @@ from pool import Pool
 from references.exchanges import Feedback, Momentum, TopK, TwoShot, WarmUp, sign
 from references.loops import Apart, Co2, Cser, Gossip, OneByte, Rules, ZeroOne, together
 from references.outer import Average, Hypergradient, Nesterov, SignMomentum, SlowMomentum, StaleMomentum
-from references.rules import AdamW, CommonAdamW, Lamb, Lans, Lars, Muon, OneBitAdam, OneBitLamb, Sgd, ZeroOneAdam
+from references.rules import (
+    AdamW,
+    CommonAdamW,
+    Lamb,
+    Lans,
+    Lars,
+    Muon,
+    OneBitAdam,
+    OneBitLamb,
+    ProximalMcp,
+    ProximalRows,
+    Sgd,
+    ZeroOneAdam,
+)
 from references.task import WARMUP, Task, Vector
 
 Reference = Callable[[Task], Vector]
@@ -39,7 +52,8 @@ class Row:
     @property
     def task(self) -> Task:
         ((_, fields),) = self.rule.items()
-        return Task(rows=self.rows, lr=fields["lr"], steps=self.steps, clip=self.clip, frozen=self.frozen)
+        lr = fields["lr"] if "lr" in fields else fields["inner"]["sgd"]["lr"]
+        return Task(rows=self.rows, lr=lr, steps=self.steps, clip=self.clip, frozen=self.frozen)
 
     @property
     def sections(self) -> dict[str, dict[str, Any]]:
@@ -56,6 +70,10 @@ WHOLE = {"zero1": {"whole": True}}
 MUON = {"muon": {"lr": 0.02, "rest": {"adamw": {"lr": 0.01}}}}
 ALONE = ((0,), (1,))
 PAIRS = ((0, 1), (2, 3))
+
+
+def proximal(operator: dict[str, Any]) -> dict[str, Any]:
+    return {"proximal": {"inner": SGD, "operator": operator}}
 
 
 def every_step(rule: Rules = AdamW, exchange: Any = None) -> Reference:
@@ -110,6 +128,16 @@ TABLE: dict[str, Row] = {
     ),
     "lamb, zero1": Row(
         rule={"lamb": {"lr": 0.02}}, to=every_step(Lamb), plan={"sharding": WHOLE}, rows=(4, 4)
+    ),
+    "proximal, mcp, zero2": Row(
+        rule=proximal({"mcp": {"strength": 0.05}}), to=every_step(ProximalMcp), plan={"sharding": "zero2"},
+        rows=(3, 2, 3),
+    ),
+    "proximal, mcp, zero3": Row(
+        rule=proximal({"mcp": {"strength": 0.05}}), to=every_step(ProximalMcp), plan={"sharding": "zero3"}, rows=(4, 4),
+    ),
+    "proximal, group lasso, zero1": Row(
+        rule=proximal({"group_lasso": {"strength": 0.02}}), to=every_step(ProximalRows), plan={"sharding": WHOLE},
     ),
     "error feedback, topk": Row(rule=SGD, to=every_step(Sgd, lambda: Feedback(TopK(0.2))), plan={
         "exchange": {"error_feedback": TOP}}),

@@ -5,7 +5,8 @@ first dimension is the parameter's, and row i of it belongs to row i of the para
 shape and its type are the optimizer's affair. So a checkpoint can store it by slice, sharding can divide it by rows,
 and another number of ranks finds it bit for bit. A state in 8 bits is a code: it means something only beside the other
 slots of its parameter, and nobody may average it (`is_coded`). Only optimizers that need all parameters at once (not
-`by_parameter`) have slots of other shapes. Learning-rate schedules are in `optimizer.lr_schedule`.
+`by_parameter`) have slots of other shapes. Learning-rate schedules are in `optimizer.lr_schedule`,
+penalties in `optimizer.proximal_operator`.
 """
 
 from __future__ import annotations
@@ -92,6 +93,14 @@ class Optimizer(ABC):
     def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
         """Return the averaged point of these parameters (slices, too) as new tensors, where `has_average`."""
         return {}
+
+    @property
+    def sets_zeros(self) -> bool:
+        """Return whether an update sets elements to exactly 0 on purpose.
+
+        An average of parameters, or a rounded difference of them, would not keep these zeros.
+        """
+        return False
 
     def check(self, names: Collection[str]) -> None:
         """Raise BadInput unless the settings fit a model whose trained parameters have these names."""

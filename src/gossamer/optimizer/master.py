@@ -45,6 +45,10 @@ class Master(Optimizer):
         return self.inner.can_start_local
 
     @property
+    def sets_zeros(self) -> bool:
+        return self.inner.sets_zeros
+
+    @property
     def remark(self) -> str:
         return self.inner.remark
 

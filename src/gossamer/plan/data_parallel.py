@@ -114,6 +114,8 @@ def _reasons(found: Recipe) -> dict[str, str]:
         notes["verify"] = f"1 step in {every} is recomputed by two other ranks: {200 / every:.3g} % more compute"
     if found.optimizer.remark:
         notes["optimizer"] = found.optimizer.remark
+    if found.config.train.adversarial.epsilon:
+        notes["adversarial"] = "three passes a step and twice the activations, which the estimates leave out"
     loop = found.sync.loop
     if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
         notes["exchange"] = unused

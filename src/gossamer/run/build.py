@@ -18,6 +18,7 @@ from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
 from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
+from gossamer.run.adversarial_step import AdversarialPart, AdversarialState, AdversarialStep, perturbed_inputs
 from gossamer.run.batches import Feed, moved
 from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
@@ -93,16 +94,20 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     apart = _outer_loop(given, states, replica, truth)
     feed = _feed(given, pipeline)
     watch = around.saver.watch = Watch.of(parts)
-    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling, watch)
+    adversarial = _adversarial(given)
+    attacked = None if adversarial is None else adversarial.state
+    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling, watch, attacked)
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
-    gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
-    descent: StepAlgorithm = GradientStep(
+    pieces = stages.pieces if adversarial is None else {0: adversarial}
+    gradients = Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
+    step = GradientStep(
         gradients=gradients,
         states=states,
         vectors=_vectors(given, rule, replica),
         clip=config.train.max_grad_norm,
     )
+    descent: StepAlgorithm = step if adversarial is None else AdversarialStep(inner=step, state=adversarial.state)
     if recipe.sync.probe is not None:
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
@@ -256,6 +261,15 @@ def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderR
         log=StepLog(around.saver.directory.path, is_writer=around.saver.directory.is_leader),
         at=around.at,
     )
+
+
+def _adversarial(given: _Inputs) -> AdversarialPart | None:
+    """Return the model with a loss on perturbed inputs too; None without adversarial training. Raises BadInput."""
+    settings, module = given.parts.config.train.adversarial, given.parts.module
+    if not settings.epsilon:
+        return None
+    inputs = perturbed_inputs(settings, given.parts.train.batch(np.zeros(1, np.int64)), given.engine.caller)
+    return AdversarialPart(given.engine, settings, inputs, AdversarialState.of(module, given.params, settings))
 
 
 def _goal(train: TrainSection) -> Goal:

@@ -174,6 +174,31 @@ class EarlyStopSection(Section):
     )
 
 
+class AdversarialSection(Section):
+    """Adversarial training for large batches (ConAdv): the loss on a batch plus that on the same batch, perturbed.
+
+    The perturbation follows the gradient of the loss by the inputs, which must be real numbers: images, features.
+    """
+
+    epsilon: Annotated[float, Field(ge=0, lt=float("inf"))] = Field(
+        0.0, description="largest change of an element of the inputs; 0: no adversarial training"
+    )
+    alpha: Annotated[float, Field(gt=0, lt=float("inf"))] | Auto = Field(
+        "auto", description="length of the perturbation before it is clipped to epsilon; auto: epsilon"
+    )
+    direction: Literal["sign", "normalized"] = Field(
+        "sign", description="direction of the perturbation: the gradient's signs, or each row's gradient over its norm"
+    )
+    delay: Literal[0, 1] = Field(
+        0,
+        description="compute the perturbation with the present weights (0) or those before the last step (1), as "
+        "where it is computed ahead",
+    )
+    inputs: list[str] = Field(
+        [], description="keys of a batch to perturb; default: the one real-valued input of the model's forward"
+    )
+
+
 class TrainSection(Section):
     """The training settings: steps, batch, optimizer, learning-rate schedule, evaluation and checkpoints."""
 
@@ -223,6 +248,7 @@ class TrainSection(Section):
         "auto: where the model is in stages, or replicas have unequal parts of the batch or buffers that are saved",
     )
     verify: VerifySection = VerifySection()
+    adversarial: AdversarialSection = AdversarialSection()
 
 
 class MachinesSection(Section):

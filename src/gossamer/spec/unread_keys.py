@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gossamer.spec.config import DataSection, EarlyStopSection, PlanSection, RunConfig, TrainSection, VerifySection
+from gossamer.spec.config import (
+    AdversarialSection,
+    DataSection,
+    EarlyStopSection,
+    PlanSection,
+    RunConfig,
+    TrainSection,
+    VerifySection,
+)
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 from gossamer.spec.watched_keys import check_watched
 
 _DATA, _PLAN, _TRAIN, _VERIFY = DataSection(), PlanSection(), TrainSection(), VerifySection()
-_STOP = EarlyStopSection()
+_STOP, _ADVERSARIAL = EarlyStopSection(), AdversarialSection()
 
 
 def in_stages(config: RunConfig) -> bool:
@@ -155,9 +163,23 @@ def _without_text(name: str) -> Unread:
     )
 
 
+def _without_epsilon(name: str) -> Unread:
+    """Return the rule about a setting of adversarial training where there is none."""
+    key = f"train.adversarial.{name}"
+    return Unread(
+        key=key,
+        is_written=lambda c: getattr(c.train.adversarial, name) != getattr(_ADVERSARIAL, name),
+        is_read=lambda c: c.train.adversarial.epsilon > 0,
+        wanted="train.adversarial.epsilon above 0, without which this key has no effect",
+        got=lambda c: "train.adversarial.epsilon 0",
+        do=f"set train.adversarial.epsilon, or leave {key} out",
+    )
+
+
 UNREAD: tuple[Unread, ...] = (
     *_BESIDE_TEXT,
     *map(_without_text, ("source", "tokenizer", "pack", "isolate", "validation", "cache")),
+    *map(_without_epsilon, ("alpha", "direction", "delay", "inputs")),
     Unread(
         key="data.config",
         is_written=lambda c: c.data.config != _DATA.config,

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gossamer.recipe.conflicts import adaptation, exchange, layout, optimizer, savers, sharding, sync, verification
+from gossamer.recipe.conflicts import (
+    adaptation,
+    adversarial,
+    exchange,
+    layout,
+    optimizer,
+    savers,
+    sharding,
+    sync,
+    verification,
+)
 from gossamer.recipe.conflicts.exchange import clipped
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
@@ -23,6 +33,7 @@ LAWS: tuple[Law, ...] = (
     layout.boundaries_with_stages,
     layout.sync_with_stages,
     sync.optimizer_with_local_updates,
+    sync.zeros_with_local_updates,
     sync.auto_sync_with_exchange,
     sync.zeroth_order_with_exchange,
     exchange.clipping_with_exchange,
@@ -38,6 +49,7 @@ LAWS: tuple[Law, ...] = (
     savers.recompute_with_stages,
     adaptation.policy_with_islands,
     sharding.sharding_with_optimizer,
+    sharding.zeros_with_differences,
     sharding.sharding_with_microbatches,
     sync.zeroth_order_with_optimizer,
     sync.zeroth_order_with_fp16,
@@ -48,6 +60,8 @@ LAWS: tuple[Law, ...] = (
     optimizer.one_clip_with_stages,
     optimizer.one_clip_with_sync,
     verification.verification_with_replicas,
+    adversarial.adversarial_with_layout,
+    adversarial.adversarial_with_training,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,

@@ -89,6 +89,18 @@ def sharding_with_optimizer(recipe: Recipe) -> BadInput | None:
     )
 
 
+def zeros_with_differences(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer that sets elements to 0 where ranks receive rounded weight updates."""
+    if recipe.sharding.differences is None or not recipe.optimizer.sets_zeros:
+        return None
+    return bad_input(
+        wanted="a sharding that sends weights as they are, as train.optimizer sets some of them to exactly 0",
+        got=f"{told(recipe.plan.sharding)}, which rounds weight updates",
+        do="set plan.sharding to zero1 or zero2",
+        key="plan.sharding",
+    )
+
+
 def sharding_with_microbatches(recipe: Recipe) -> BadInput | None:
     """Return an error for sharded parameters on replicas with different numbers of micro-batches."""
     counts = recipe.plan.microbatches

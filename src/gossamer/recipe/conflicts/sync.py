@@ -23,6 +23,18 @@ def optimizer_with_local_updates(recipe: Recipe) -> BadInput | None:
     )
 
 
+def zeros_with_local_updates(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer that sets elements to 0 where parameters are averaged."""
+    if recipe.sync.loop is None or not recipe.optimizer.sets_zeros:
+        return None
+    return bad_input(
+        wanted="plan.sync every_step, as train.optimizer sets weights to exactly 0 and averages of weights are not 0",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="set plan.sync to every_step, or train.optimizer to the inner optimizer of proximal",
+        key=OPTIMIZER,
+    )
+
+
 def auto_sync_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method to be chosen beside an exchange that is given."""
     if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gossamer.run.adversarial_step import AdversarialState
+from gossamer.run.checkpoint.adversarial_state import SavedAdversarial
 from gossamer.run.checkpoint.contents import CheckpointContents
 from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.run.checkpoint.generators import Generators
@@ -29,6 +31,7 @@ def contents_of(
     apart: OuterLoop,
     scaling: LossScale,
     watch: Watch,
+    adversarial: AdversarialState | None = None,
 ) -> CheckpointContents:
     """Return the components of one rank's trainer that keep state, in the order in which they are restored.
 
@@ -49,5 +52,6 @@ def contents_of(
         Generators(members),
         SavedExchanges(replica, members, residuals),
         SavedWatch(watch),
+        *([] if adversarial is None else [SavedAdversarial(adversarial)]),
     )
     return CheckpointContents(components, members, holders)
