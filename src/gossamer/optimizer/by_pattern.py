@@ -76,6 +76,9 @@ class ByPattern(Optimizer):
     def counts_each(self) -> bool:
         return self.inner.counts_each
 
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return self.inner.flop(shapes)
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.inner.init(params)
 

@@ -60,6 +60,9 @@ class Master(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return self.inner.flop(shapes)
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in params.items()}
         state = self.inner.init(wide)
