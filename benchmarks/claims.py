@@ -48,6 +48,7 @@ def main() -> None:
     if not names:
         read.error(f"no study is called so: there are {', '.join(chosen(studies, asked.papers, []))}")
     until = time.monotonic() + 3600 * asked.hours
+    measured_at = commit()  # of the code that is loaded, whatever is edited meanwhile
     rows: dict[str, list[dict[str, Any]]] = {}
     why: dict[str, str] = {}
     for name in names:
@@ -55,7 +56,7 @@ def main() -> None:
             why[name] = studies[name].not_quick
             continue
         try:
-            rows[name] = _measured(name, studies[name], until, asked)
+            rows[name] = _measured(name, studies[name], until, measured_at, asked)
         except OutOfTime as reached:
             why[name] = f"the hours were over before {reached}: run it again, and it goes on there"
         except BadInput as error:
@@ -84,13 +85,15 @@ def _arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     return read, asked
 
 
-def _measured(name: str, study: Study, until: float, asked: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(
+    name: str, study: Study, until: float, measured_at: str, asked: argparse.Namespace
+) -> list[dict[str, Any]]:
     paper, _, short = name.partition(".")
-    file = f"{paper}-{asked.commit}{'-quick' * asked.quick}.json"
+    folder = Path(asked.cache, f"{asked.commit}{'-quick' * asked.quick}")
     tell = partial(print, file=sys.stderr, flush=True)
-    trials = Trials(Kept(Path(asked.cache, file)), name, commit=commit(), until=until, tell=tell)
+    trials = Trials(lambda study: Kept(folder / f"{study}.json"), name, commit=measured_at, until=until, tell=tell)
     found = study.measure(trials)
-    commits = ", ".join(sorted(trials.commits)) or commit()
+    commits = ", ".join(sorted(trials.commits)) or measured_at
     return [{"paper": paper, "study": short, "commit": commits, **asdict(row)} for row in found]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -112,8 +112,8 @@ WORKLOADS = (
 def followed(work: Workload, written: Any, *, horizon: float, seed: int, evaluations: int) -> list[tuple[float, float]]:
     """Train for `horizon` of the workload's steps; return the evaluations as (seconds of the processor, loss).
 
-    The rate rises over a twentieth of these steps, rests, and falls to nothing over the last half. Evaluations do not
-    count. A run whose loss is not finite ends.
+    The rate rises over a twentieth of these steps, rests, and falls to nothing over the last half; it stays where the
+    optimizer is evaluated at an average. Evaluations do not count. A run whose loss is not finite ends.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -121,6 +121,7 @@ def followed(work: Workload, written: Any, *, horizon: float, seed: int, evaluat
     params = dict(model.named_parameters())
     rule = optimizer_methods.build(written)
     state = rule.init(params)
+    has_average = getattr(rule, "has_average", False)  # of optimizers without a schedule
     steps = max(2, round(horizon * work.steps))
     due = {round((k + 1) * steps / evaluations) for k in range(evaluations)}
     found, seconds = [], 0.0
@@ -128,13 +129,15 @@ def followed(work: Workload, written: Any, *, horizon: float, seed: int, evaluat
         began = time.process_time()
         loss = work.loss(model, rows)
         grads = torch.autograd.grad(loss, list(params.values()))
-        scale = min(1.0, (step + 1) / max(1, steps // 20), 2 * (steps - step) / steps)
+        falling = 1.0 if has_average else 2 * (steps - step) / steps
+        scale = min(1.0, (step + 1) / max(1, steps // 20), falling)
         rule.update(params, dict(zip(params, grads, strict=True)), state, lr_scale=scale, step=step)
         seconds += time.process_time() - began
         if not math.isfinite(float(loss)):
             break
         if step + 1 in due:
-            found.append((round(seconds, 4), _checked(work, model)))
+            mean = rule.average(params, state) if has_average else {}
+            found.append((round(seconds, 4), _checked(work, model, mean)))
     return found
 
 
@@ -147,7 +150,14 @@ def _batches(work: Workload, seed: int, steps: int) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _checked(work: Workload, model: nn.Module) -> float:
+def _checked(work: Workload, model: nn.Module, instead: Mapping[str, Tensor]) -> float:
+    """Return the validation loss, with some parameters as in `instead`."""
     _, held = text()
+    own = {name: param.data for name, param in model.named_parameters() if name in instead}
+    for name, param in model.named_parameters():
+        param.data = instead.get(name, param.data)
     starts = torch.linspace(0, len(held) - work.length - 1, _CHECKED).long()
-    return float(work.loss(model, held[starts[:, None] + torch.arange(work.length)]))
+    loss = float(work.loss(model, held[starts[:, None] + torch.arange(work.length)]))
+    for name, param in model.named_parameters():
+        param.data = own.get(name, param.data)
+    return loss

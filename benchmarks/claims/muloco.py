@@ -64,9 +64,9 @@ def sides(count: int, length: Length) -> dict[str, Side]:
     """Rates rise with the number of islands, whose batches are smaller: by count^0.3, the law that was fitted."""
     more = count**0.3
     found = [
-        Side("dense adamw", partial(dense, adamw, length), 4e-3),
-        Side("dense muon", partial(dense, muon, length), 4e-3),
-        Side(f"muloco {count}", partial(apart, muon, count, length, OUTER, 0), 4e-3 * more),
+        Side("dense adamw", partial(dense, adamw, length), 8e-3),
+        Side("dense muon", partial(dense, muon, length), 3.2e-2),
+        Side(f"muloco {count}", partial(apart, muon, count, length, OUTER, 0), 3.2e-2 * more),
         Side(f"diloco {count}", partial(apart, adamw, count, length, OUTER, 0), 4e-3 * more),
         Side(f"common {count}", partial(apart, adamw, count, length, "average", 2), 4e-3 * more),
     ]

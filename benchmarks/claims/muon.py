@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import mean, median
 
@@ -16,7 +17,7 @@ import torch
 
 from claims import Row, Study
 from claims._lm import Lm, Run, Shape, loss_of
-from claims._pairs import Side, measured, ratios, spread
+from claims._pairs import Side, measured, ratios, run_once, spread
 from claims._trials import Trials
 from gossamer import optimizer as optimizer_methods
 from gossamer.optimizer import Optimizer
@@ -45,13 +46,26 @@ def muon(rate: float) -> dict[str, object]:
     return {"muon": {"lr": rate, "rest": {"adamw": {"lr": rate}}}}
 
 
+def rest_faster(rate: float, factor: float) -> dict[str, object]:
+    return {"by_pattern": {"inner": adamw(rate), "lr_factors": [["embed|head|norm", factor]]}}
+
+
 def loss(steps: int, seeds: int, trials: Trials) -> list[Row]:
     def run(written: Callable[[float], dict[str, object]], rate: float) -> Run:
         return Run(shape=SHAPE, optimizer=written(rate), steps=steps, tokens=TOKENS)
 
-    sides = [Side("adamw", partial(run, adamw), 4e-3), Side("muon", partial(run, muon), 4e-3)]
+    sides = [Side("adamw", partial(run, adamw), 4e-3), Side("muon", partial(run, muon), 1.6e-2)]
     found = measured(sides, trials, seeds=seeds)
     each = ratios(found, "muon", "adamw")
+    rates = {name: one.tuned.best for name, one in found.items()}
+    others = {
+        "adamw, embedding and head at muon's rate": rest_faster(rates["adamw"], rates["muon"] / rates["adamw"]),
+        "muon, embedding and head at adamw's rate": {"muon": {"lr": rates["muon"], "rest": adamw(rates["adamw"])}},
+    }
+    why = {
+        name: run_once(name, replace(run(adamw, 1.0), optimizer=written), rates["muon"], trials)["loss"]
+        for name, written in others.items()
+    }
     return [
         Row(
             method="muon",
@@ -63,7 +77,7 @@ def loss(steps: int, seeds: int, trials: Trials) -> list[Row]:
             seeds=seeds,
             setting=f"{run(adamw, 1.0).told()}; seed 0 tuned both",
             holds=max(each) < 1,
-            details={name: one.told() for name, one in found.items()},
+            details={name: one.told() for name, one in found.items()} | {"losses_otherwise": why},
         )
     ]
 

@@ -100,24 +100,29 @@ class Held(dict[str, Any]):
 
 
 def test_journal_measures_a_trial_once_and_names_its_commit() -> None:
-    shelf, calls = Held(), []
+    shelves: dict[str, Held] = {}
+    calls: list[int] = []
+
+    def of(study: str) -> Held:
+        return shelves.setdefault(study, Held())
 
     def measure() -> int:
         calls.append(1)
         return len(calls)
 
-    first = trials.Trials(shelf, "paper.study", commit="aaa", until=math.inf, tell=lambda text: None)
+    first = trials.Trials(of, "paper.study", commit="aaa", until=math.inf, tell=lambda text: None)
     assert [first("lr 1", measure), first("lr 1", measure), first("lr 2", measure)] == [1, 1, 2]
-    again = trials.Trials(shelf, "paper.study", commit="bbb", until=math.inf, tell=lambda text: None)
+    again = trials.Trials(of, "paper.study", commit="bbb", until=math.inf, tell=lambda text: None)
     assert again("lr 2", measure) == 2 and again.commits == {"aaa"}
     assert again("lr 3", measure) == 3 and again.commits == {"aaa", "bbb"}
-    other = trials.Trials(shelf, "paper.other", commit="bbb", until=math.inf, tell=lambda text: None)
+    other = trials.Trials(of, "paper.other", commit="bbb", until=math.inf, tell=lambda text: None)
     assert other("lr 1", measure) == 4
+    assert other.of("study")("lr 1", measure) == 1 and other.commits == {"aaa", "bbb"}
 
 
 def test_journal_begins_no_trial_after_the_deadline_but_gives_what_it_has() -> None:
     clock = itertools.count().__next__
-    one = trials.Trials(Held(), "p.s", commit="a", until=3, clock=clock, tell=lambda text: None)
+    one = trials.Trials(lambda study: Held(), "p.s", commit="a", until=3, clock=clock, tell=lambda text: None)
     assert one("first", lambda: 7) == 7  # asks the clock at 0, 1 and 2
     with pytest.raises(trials.OutOfTime, match=r"p\.s/second"):
         one("second", lambda: 8)
@@ -165,3 +170,25 @@ def test_every_row_of_the_record_is_whole_and_of_a_study_that_exists() -> None:
         assert f"{row['paper']}.{row['study']}" in listed
     have = {f"{row['paper']}.{row['study']}" for row in kept["rows"]}
     assert not have & set(kept["left_out"])
+
+
+_ISLANDS = """
+from claims._lm import Islands, Run, Shape, trained
+shape = Shape(width=16, layers=1, heads=2, context=16)
+sgd = {"sgd": {"lr": 0.5}}
+dense, apart, parted = (
+    trained(Run(shape=shape, optimizer=sgd, steps=6, tokens=256, islands=islands, clip=1e9))["loss"]
+    for islands in (None, Islands(count=4, sync_every=1), Islands(count=4, sync_every=3))
+)
+print(dense, apart, parted)
+"""
+
+
+def test_islands_that_average_after_every_sgd_step_are_one_process() -> None:
+    """The mean of the islands' steps is the step of the mean gradient; with three steps between it is not."""
+    words = [sys.executable, "-c", _ISLANDS]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT / "benchmarks")
+    dense, apart, parted = map(float, done.stdout.split())
+    assert dense < 5.6, "it learns"
+    assert apart == pytest.approx(dense, abs=2e-6)
+    assert abs(parted - dense) > 1e-5
