@@ -102,10 +102,10 @@ def _same(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 WORKLOADS = (
-    Workload("lm", lambda: Lm(Shape(width=64, layers=2, context=64)), loss_of, 65, 32, 150),
-    Workload("mlp", Mlp, _next, 17, 1024, 250),
-    Workload("conv", Conv, loss_of, 65, 32, 250),
-    Workload("autoencoder", Autoencoder, _same, 64, 1024, 250),
+    Workload("lm", lambda: Lm(Shape(width=64, layers=2, context=64)), loss_of, 65, 32, 100),
+    Workload("mlp", Mlp, _next, 17, 1024, 150),
+    Workload("conv", Conv, loss_of, 65, 32, 150),
+    Workload("autoencoder", Autoencoder, _same, 64, 1024, 200),
 )
 
 

@@ -55,8 +55,10 @@ def dense(written: Any, length: Length, rate: float) -> Run:
     return Run(shape=SHAPE, optimizer=written(rate), steps=length.steps, tokens=length.tokens)
 
 
-def apart(written: Any, count: int, length: Length, outer: Any, moments_every: int, rate: float) -> Run:
-    islands = Islands(count=count, sync_every=EVERY, outer=outer, moments_every=moments_every)
+def apart(
+    written: Any, count: int, length: Length, outer: Any, moments_every: int, rate: float, *, every: int = EVERY
+) -> Run:
+    islands = Islands(count=count, sync_every=every, outer=outer, moments_every=moments_every)
     return Run(shape=SHAPE, optimizer=written(rate), steps=length.steps, tokens=length.tokens, islands=islands)
 
 
@@ -76,7 +78,18 @@ def sides(count: int, length: Length) -> dict[str, Side]:
 def tuned_at(count: int, length: Length, most: int, seeds: int, trials: Trials) -> list[Row]:
     found = measured([*sides(count, length).values()], trials, seeds=seeds, most=most)
     losses = {name: one.losses for name, one in found.items()}
-    return rows(count, length, losses, {name: one.told() for name, one in found.items()})
+    told: dict[str, Any] = {name: one.told() for name, one in found.items()}
+    if length != QUICK:
+        rate = found[f"muloco {count}"].tuned.best
+        others = {
+            "averaged": apart(muon, count, length, "average", 0, rate),
+            "rounds of 2 steps": apart(muon, count, length, OUTER, 0, rate, every=2),
+            "averaged, rounds of 2 steps": apart(muon, count, length, "average", 0, rate, every=2),
+        }
+        told["muloco otherwise"] = {
+            name: run_once(f"muloco {count}, {name}", run, rate, trials)["loss"] for name, run in others.items()
+        }
+    return rows(count, length, losses, told)
 
 
 def at_four(trials: Trials) -> list[Row]:
