@@ -133,7 +133,7 @@ def followed(work: Workload, written: Any, *, horizon: float, seed: int, evaluat
         scale = min(1.0, (step + 1) / max(1, steps // 20), falling)
         rule.update(params, dict(zip(params, grads, strict=True)), state, lr_scale=scale, step=step)
         seconds += time.process_time() - began
-        if not math.isfinite(float(loss)):
+        if not math.isfinite(float(loss.detach())):
             break
         if step + 1 in due:
             mean = rule.average(params, state) if has_average else {}
