@@ -1,10 +1,10 @@
 """AlgoPerf (Dahl et al., arXiv:2306.07179; results: arXiv:2502.15015) in small: time to a target on four workloads.
 
 Every method gets the same number of trials, drawn quasi-randomly from one space for all workloads: the rate over a
-factor of 32 around the method's own (Muon's by the rows of claims.muon), and the length of the schedule from a third to all of the workload's steps. The
-fastest trial counts, and one that misses the target is infinitely slow. The target of a workload is the best loss that
-AdamW and SGD with momentum reach in trials of 0.6 of its steps with other seeds. Seconds are those of the processor,
-without evaluations.
+factor of 32 around the method's own (Muon's by the rows of claims.muon), and the length of the schedule from a third to
+all of the workload's steps. The fastest trial counts, and one that misses the target is infinitely slow. The target of
+a workload is the best loss that AdamW and SGD with momentum reach in trials of 0.6 of its steps with other seeds.
+Seconds are those of the processor, without evaluations.
 A method of other files is a line of METHODS; one that this version does not have is left out by name.
 """
 
