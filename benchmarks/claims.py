@@ -64,7 +64,7 @@ def main() -> None:
     record = "claims_quick" if asked.quick else "claims"
     figures = merged(recorded(record), list(studies), rows, why)
     if not asked.json:
-        _table(figures, names, why)
+        _table(figures, names)
     publish(record, {"quick": asked.quick, **figures}, script="claims")
 
 
@@ -97,7 +97,7 @@ def _measured(
     return [{"paper": paper, "study": short, "commit": commits, **asdict(row)} for row in found]
 
 
-def _table(figures: dict[str, Any], names: list[str], why: dict[str, str]) -> None:
+def _table(figures: dict[str, Any], names: list[str]) -> None:
     def told(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
@@ -107,7 +107,7 @@ def _table(figures: dict[str, Any], names: list[str], why: dict[str, str]) -> No
             spread = "-" if row["spread"] is None else " .. ".join(map(told, row["spread"]))
             head = f"{row['method']:22} {told(row['ratio']):>8} {told(row['paper_ratio']):>8} {spread:>16}"
             print(f"{head} {row['seeds']:5} {row['holds']!s:>6}  {row['claim']}; {row['baseline']}; {row['setting']}")
-    for name, reason in {**figures["left_out"], **why}.items():
+    for name, reason in figures["left_out"].items():
         print(f"left out: {name}: {reason}")
 
 

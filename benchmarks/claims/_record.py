@@ -21,7 +21,7 @@ def merged(
     """Return the new `rows` and `left_out`.
 
     studies: all there are, in order; rows: of the studies that ran; why: of those that were asked for and did not.
-    A study without any row is left out, by name.
+    Left out, by name: every study without any row, and those of `why`, whose earlier rows stay.
     """
     kept: list[dict[str, Any]] = []
     for row in before.get("rows", []):
@@ -32,5 +32,6 @@ def merged(
     kept.sort(key=lambda row: studies.index(f"{row['paper']}.{row['study']}"))
     have = {f"{row['paper']}.{row['study']}" for row in kept}
     old = before.get("left_out", {})
-    left_out = {n: why.get(n) or old.get(n) or "was not asked for" for n in studies if n not in have}
+    left_out = {n: old.get(n, "was not asked for") for n in studies if n not in have}
+    left_out |= {n: f"{reason}; earlier rows stay" if n in have else reason for n, reason in why.items()}
     return {"rows": kept, "left_out": left_out}

@@ -120,6 +120,8 @@ def rows(count: int, length: Length, losses: dict[str, list[float]], details: di
     """Each method in units of dense training by its own inner optimizer, and of dense AdamW."""
     inner = {f"muloco {count}": "dense muon", f"diloco {count}": "dense adamw", f"common {count}": "dense adamw"}
     found = []
+    at_border = [name for name, one in details.items() if one.get("at_border") or one.get("rates", {}).get("at_border")]
+    border = f"; best at the border of the grid: {', '.join(at_border)}" * bool(at_border)
     for name, own in inner.items():
         for baseline in dict.fromkeys((own, "dense adamw")):
             is_paper = name.startswith("muloco") and baseline == "dense muon"
@@ -133,7 +135,7 @@ def rows(count: int, length: Length, losses: dict[str, list[float]], details: di
                     paper_ratio=PUBLISHED[count] if is_paper else None,
                     spread=spread(each) if len(each) > 1 else None,
                     seeds=len(each),
-                    setting=f"{count} islands, a round of {EVERY} steps; {dense(adamw, length, 1.0).told()}",
+                    setting=f"{count} islands, a round of {EVERY} steps; {dense(adamw, length, 1.0).told()}{border}",
                     holds=mean(each) <= GOAL,
                     details={"losses": {n: losses[n] for n in (name, baseline)}, "rates": details},
                 )
