@@ -32,6 +32,7 @@ def merged(
     kept.sort(key=lambda row: studies.index(f"{row['paper']}.{row['study']}"))
     have = {f"{row['paper']}.{row['study']}" for row in kept}
     old = before.get("left_out", {})
-    left_out = {n: old.get(n, "was not asked for") for n in studies if n not in have}
-    left_out |= {n: f"{reason}; earlier rows stay" if n in have else reason for n, reason in why.items()}
+    now = {name: f"{reason}; earlier rows stay" if name in have else reason for name, reason in why.items()}
+    waiting = [name for name in studies if name not in rows and (name not in have or name in now or name in old)]
+    left_out = {name: now.get(name) or old.get(name) or "was not asked for" for name in waiting}
     return {"rows": kept, "left_out": left_out}

@@ -154,6 +154,9 @@ def test_record_keeps_rows_of_studies_that_did_not_run_and_names_those_without()
     late = record.merged(before, studies, {}, {"a.x": "late"})
     assert [r["paper"] for r in late["rows"]] == ["a", "b"]
     assert late["left_out"]["a.x"] == "late; earlier rows stay"
+    assert record.merged(late, studies, {}, {})["left_out"]["a.x"] == "late; earlier rows stay"
+    ran = record.merged(late, studies, {"a.x": [some_row(paper="a", study="x")]}, {})
+    assert "a.x" not in ran["left_out"]
 
 
 def test_studies_are_chosen_by_paper_and_by_pattern() -> None:
