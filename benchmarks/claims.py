@@ -18,6 +18,7 @@ import os
 import pkgutil
 import sys
 import time
+import traceback
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -51,6 +52,7 @@ def main() -> None:
     measured_at = commit()  # of the code that is loaded, whatever is edited meanwhile
     rows: dict[str, list[dict[str, Any]]] = {}
     why: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for name in names:
         if asked.quick and studies[name].not_quick:
             why[name] = studies[name].not_quick
@@ -61,11 +63,15 @@ def main() -> None:
             why[name] = f"the hours were over before {reached}: run it again, and it goes on there"
         except BadInput as error:
             why[name] = str(error)
+        except Exception as error:  # the rows of other studies are not lost for it
+            traceback.print_exc()
+            why[name] = failed[name] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
     record = "claims_quick" if asked.quick else "claims"
     figures = merged(recorded(record), list(studies), rows, why)
     if not asked.json:
         _table(figures, names)
     publish(record, {"quick": asked.quick, **figures}, script="claims")
+    sys.exit(1 if failed else 0)
 
 
 def _arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:

@@ -31,7 +31,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def studies(*, quick: bool) -> list[Study]:
     return [
-        Study("loss", partial(loss, 20 if quick else STEPS, 2 if quick else SEEDS)),
+        Study("loss", partial(loss, 10 if quick else STEPS, 2 if quick else SEEDS)),
         Study("extra_time", partial(extra_time, 5 if quick else 15)),
         Study("tokens", partial(tokens, 3 if quick else 9)),
     ]

@@ -31,7 +31,7 @@ from gossamer.exchange.star import star_pays
 from gossamer.netlab import Lab, LabTopology
 
 RATE_BYTES_PER_S, DELAY_S, CALLS = 300e6 / 8, 0.01, 4
-METHODS = ("all_reduce", "reduce_broadcast", "star", "tree")  # two of gloo, two of ours
+METHODS = ("all_reduce", "reduce_broadcast", "star", "recursive_doubling")  # two of gloo, two of ours
 
 
 def studies(*, quick: bool) -> list[Study]:
@@ -55,7 +55,8 @@ def rows(hosts: int, sizes_kib: list[int], blocks: int, trials: Trials) -> list[
 def on_hosts(hosts: int, sizes_kib: list[int], blocks: int) -> list[dict[str, list[float]]]:
     """Return the seconds per exchange of every block, by message and method, of every host."""
     said: list[str] = []
-    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    code = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = {"PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "claims.star", json.dumps([sizes_kib, blocks])]
     with Lab(LabTopology(hosts, rate_bytes_per_s=RATE_BYTES_PER_S, delay_s=DELAY_S)) as lab:
         codes = lab.run(command, env=lambda host: path, output=lambda host, line: said.append(line))
