@@ -59,7 +59,8 @@ def on_lab(topology: LabTopology, trial: Trial) -> dict[str, Timed]:
     with tempfile.TemporaryDirectory() as folder, Lab(topology) as lab:
         said = Path(folder, "said.json")
         command = [sys.executable, "-m", "claims._exchanges", json.dumps(asdict(trial)), str(said)]
-        path = {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        code = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        path = {"PYTHONPATH": code, "OMP_NUM_THREADS": "1"}
         codes = lab.run(command, env=lambda host: path)
         assert not any(codes), f"the hosts ended with {codes}"
         return {

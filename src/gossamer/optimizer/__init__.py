@@ -102,6 +102,12 @@ class Optimizer(ABC):
         """
         return False
 
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        """Return the floating-point operations of the matmuls in one update of parameters with these shapes; most
+        optimizers have none.
+        """
+        return 0.0
+
     def check(self, names: Collection[str]) -> None:
         """Raise BadInput unless the settings fit a model whose trained parameters have these names."""
         return None

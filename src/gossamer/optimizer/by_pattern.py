@@ -91,6 +91,9 @@ class ByPattern(Optimizer):
     def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
         return self.inner.average(params, state)
 
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return self.inner.flop(shapes)
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.inner.init(params)
 

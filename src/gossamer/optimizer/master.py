@@ -78,6 +78,9 @@ class Master(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return self.inner.flop(shapes)
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 

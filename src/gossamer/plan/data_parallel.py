@@ -19,6 +19,7 @@ from math import prod
 from gossamer import recipe
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import Planner, Request, price_apart, price_of, price_probed, state_bytes
+from gossamer.plan._update_work import UpdateWork
 from gossamer.recipe import EVERY_STEP, PlanMethods, Recipe
 from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
 from gossamer.recipe.rank_layout import MICROBATCH_TOKENS, RankLayout
@@ -73,7 +74,7 @@ class DataParallel(Planner):
             backend="nccl" if request.device == "cuda" else "gloo",
         )
         found = recipe.check(config, plan)
-        plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(found)}})
+        plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(found, request)}})
         return plan.model_copy(update={"forecast": _forecast(found, request)}) if request.shapes else plan
 
 
@@ -107,13 +108,16 @@ def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
     return AUTO, "chosen before step 1, as the links are"
 
 
-def _reasons(found: Recipe) -> dict[str, str]:
-    """Return notes on the plan: the cost of verification, and settings without effect."""
+def _reasons(found: Recipe, request: Request) -> dict[str, str]:
+    """Return notes on the plan: the cost of verification and of the update, and settings without effect."""
     notes, plan, every = {}, found.plan, found.config.train.verify.every
     if every:
         notes["verify"] = f"1 step in {every} is recomputed by two other ranks: {200 / every:.3g} % more compute"
-    if found.optimizer.remark:
-        notes["optimizer"] = found.optimizer.remark
+    sharers = plan.mesh.replica if found.sharding.is_sharded else 1
+    work = UpdateWork.of(found.optimizer, request.shapes, ranks=sharers)
+    told = "" if work is None else work.told(max(plan.rows) * found.config.data.sequence)
+    if remarks := "; ".join(filter(None, (found.optimizer.remark, told))):
+        notes["optimizer"] = remarks
     if found.config.train.adversarial.epsilon:
         notes["adversarial"] = "three passes a step and twice the activations, which the estimates leave out"
     loop = found.sync.loop
