@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -39,6 +40,7 @@ from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.text_sampling import Logits, Sampler
+from gossamer.run.tiers import TieredStep, tiers_of
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import TrainerServices
@@ -95,6 +97,11 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     tied = TiedWeights.of(rank, levels, states.holdings)
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
     descent: StepAlgorithm = GradientStep(gradients=gradients, states=states, clip=config.train.max_grad_norm)
+    if states.tiers is not None:
+        updates = partial(getattr, around.saver.progress, "updates")
+        descent = TieredStep(
+            gradients=gradients, states=states, tiers=states.tiers, clip=config.train.max_grad_norm, updates=updates
+        )
     if recipe.sync.probe is not None:
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
@@ -119,7 +126,7 @@ def _trainer(
         sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
         replica=replica,
         apart=outer.apart,
-        shards_parameters=recipe.sharding.takes_parameters,
+        shards_parameters=recipe.sharding.takes_parameters or recipe.sharding.is_tiered,
         sink=around.sink,
         at=around.at,
     )
@@ -158,7 +165,8 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     sharding.check(given.levels)
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
-    shards = None if parts.walk is None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
+    tiers = tiers_of(parts, rule, exchange, given.rank) if sharding.is_tiered else None
+    shards = None if parts.walk is None or tiers is not None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
     states = ShardedOptimizer.of(
         rule,
         params,
@@ -167,6 +175,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         holdings=holdings_of(parts, given.rank, given.levels),
         differences=sharding.differences,
         shards=shards,
+        tiers=tiers,
     )
     replica = sync.GradientReducer(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
@@ -179,6 +188,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,
+        tiers=tiers,
     )
     return states, replica
 

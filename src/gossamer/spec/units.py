@@ -22,6 +22,18 @@ def show_gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kKMGT]?)(i?)B?\s*")
+
+
+def read_size(written: str | int, *, key: str = "") -> int:
+    """Parse a size into bytes: "4GiB" -> 4294967296, "500 MB" -> 500_000_000, 1024 -> 1024; raises BadInput."""
+    match = _SIZE.fullmatch(str(written))
+    if match is None or float(match.group(1)) <= 0:
+        raise bad_input(wanted="a size such as 500MB or 4GiB", got=repr(written), do="write number and unit", key=key)
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2).lower()]
+    return int(float(match.group(1)) * (1024 if match.group(3) else 1000) ** power)
+
+
 def show_seconds(seconds: float) -> str:
     """Return a duration as text: 0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
     if not math.isfinite(seconds):

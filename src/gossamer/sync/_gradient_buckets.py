@@ -12,8 +12,8 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
-from gossamer.ops.norm import global_norm_squared
-from gossamer.sharding import Holding
+from gossamer.ops.norm import row_norms, squared_of
+from gossamer.sharding import Holding, TieredStates
 from gossamer.spec.errors import bad_input
 from gossamer.sync._state_by_name import refilled, state_by_name
 
@@ -37,6 +37,7 @@ class BucketState:
     total: Tensor = field(default_factory=lambda: torch.zeros(()))  # of all numbers that this rank gave
     outcome: Outcome | None = None
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
+    norms: tuple[Tensor, Tensor] | None = None  # of the mean, where tiers have taken it (see ops.norm.row_norms)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -46,6 +47,7 @@ class BucketState:
     def open(self) -> None:
         """Wait for all gradients of a new step."""
         self.waits, self.sent, self.outcome, self.mean = len(self.layout.entries), False, None, None
+        self.norms = None
 
     def run(self, bucket: Bucket, method: Exchange, at: ExchangeContext) -> Rounds:
         """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step."""
@@ -56,6 +58,8 @@ class BucketState:
     def receive(self, outcome: Outcome) -> None:
         """Write the mean to the gradients; the new state waits until the step takes effect."""
         self.outcome = outcome
+        if self.norms is not None:  # the mean is elsewhere by now
+            return
         if self.bucket is None:
             self.mean = Bucket(self.mine, outcome.mean)
         elif outcome.mean.data_ptr() != self.bucket.flat.data_ptr():
@@ -111,6 +115,12 @@ class GradientBuckets:
         self.adopt(slot)
         return method
 
+    def hand_over(self, slot: BucketState, method: Rounds, tiers: TieredStates, idle: frozenset[str]) -> Rounds:
+        """Let go of a bucket that `method` sends; return the rounds, at whose end `tiers` take over the mean."""
+        method, slot.bucket = _taken(slot, method, tiers, idle), None
+        self.adopt(slot)
+        return method
+
     def _own_part(self, slot: BucketState, method: Rounds) -> Rounds:
         """Run `method` and return this rank's part of the mean only."""
         outcome = yield from method
@@ -127,12 +137,14 @@ class GradientBuckets:
         """Return the gradients by parameter name, in the order of the parameters.
 
         They are this rank's own until the exchange of their bucket has ended, then the mean; with sharding, only the
-        part that this rank owns.
+        part that this rank owns. Those that tiers have taken over are left out.
         """
         views = {name: view for s in self.slots for name, view in self._known(s)}
-        return {name: views[name] for name in self.params}
+        return {name: views[name] for name in self.params if name in views}
 
     def _known(self, slot: BucketState) -> Iterator[tuple[str, Tensor]]:
+        if slot.norms is not None:
+            return iter(())
         if slot.bucket is not None:
             return ((name, self._owned(name, view)) for name, view in slot.bucket.slices())
         assert slot.mean is not None, "gradients that are given back are there after `reduce`"
@@ -157,11 +169,15 @@ class GradientBuckets:
         In a local step each island counts its own.
         """
         elsewhere = self._elsewhere if level == "all" else frozenset()
-        counted: list[Tensor] = []
+        norms: list[tuple[Tensor, Tensor]] = []
         for slot in self.slots:
+            if slot.norms is not None:
+                norms.append(slot.norms)
+                continue
             mine = [view for name, view in self._known(slot) if name not in elsewhere]
-            counted += slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
-        return global_norm_squared(counted).item() if counted else 0.0
+            counted = slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
+            norms += [row_norms(one) for one in counted]
+        return squared_of(norms).item() if norms else 0.0
 
     def not_finite(self) -> tuple[bool, bool]:
         """Return whether this rank's input was non-finite, and whether a lossy exchange might have hidden that."""
@@ -218,6 +234,12 @@ class GradientBuckets:
                         got=repr(exchanges[name]),
                         do="wrap that exchange in error_feedback ({error_feedback: dense} sends the residual at once)",
                     )
+
+
+def _taken(slot: BucketState, method: Rounds, tiers: TieredStates, idle: frozenset[str]) -> Rounds:
+    outcome = yield from method
+    slot.norms = tiers.take(slot.layout, outcome.mean, idle)
+    return replace(outcome, mean=outcome.mean[:0].clone())
 
 
 def buckets_of(

@@ -23,7 +23,7 @@ from gossamer.comm.comm_thread import CommStep, CommThread
 from gossamer.comm.message import ExchangeContext, ProcessGroups, sent_at
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
-from gossamer.sharding import Holding
+from gossamer.sharding import Holding, TieredStates
 from gossamer.sync._gradient_buckets import BucketState, GradientBuckets, buckets_of
 from gossamer.sync._step_gathers import StepGathers
 from gossamer.sync._step_vote import GradientReport, StepAgreement, StepContext, StepVote
@@ -45,7 +45,8 @@ class GradientReducer:
     buckets or these process groups.
 
     `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
-    as many buckets are pending as the order of messages needs, and backward waits for them. `keeps_sent`: keep a copy
+    as many buckets are pending as the order of messages needs, and backward waits for them. `tiers`: those that take over
+    each mean when its exchange has ended, and say when there is room for another bucket. `keeps_sent`: keep a copy
     of this rank's input to the exchange until the next step.
     """
 
@@ -62,8 +63,10 @@ class GradientReducer:
         meets: str = "all",
         gives_back: bool = False,
         keeps_sent: bool = False,
+        tiers: TieredStates | None = None,
     ) -> None:
         self.meets, self._gives_back, self._keeps_sent = meets, gives_back, keeps_sent
+        self._tiers = tiers
         self.timing = Timing()
         self._pump = pump
         self._gathers = StepGathers(pump, self.timing)
@@ -289,6 +292,8 @@ class GradientReducer:
         slot = self._slots[index]
         if slot.bucket is None:
             self.timing.timed_wait(self._make_room)
+            if self._tiers is not None:
+                self._tiers.make_room(slot.layout)
             slot.bucket = slot.layout.allocate()
             self._buckets.adopt(slot)
         return slot.bucket
@@ -326,7 +331,10 @@ class GradientReducer:
         if not (self._is_alone and slot.exchange.traits.lossless):
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
         method = slot.run(bucket, self._method(slot.exchange, window.level), at)
-        if self._gives_back:
+        if self._tiers is not None:
+            idle = frozenset(e.name for e in slot.layout.entries) - self._touched
+            method = self._buckets.hand_over(slot, method, self._tiers, idle)
+        elif self._gives_back:
             method = self._buckets.give_back(slot, method)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 

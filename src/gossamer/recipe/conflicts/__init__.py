@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from gossamer.recipe.conflicts import adaptation, exchange, layout, sharding, sync, verification
+from gossamer.recipe.conflicts import adaptation, exchange, layout, sharding, sync, tiers, verification
 from gossamer.recipe.conflicts.exchange import clipped
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
@@ -33,6 +33,7 @@ LAWS: tuple[Law, ...] = (
     sharding.sharding_with_stages,
     sharding.sharding_with_local_updates,
     sharding.sharding_with_policy,
+    tiers.tiers_alone,
     adaptation.policy_with_islands,
     sharding.sharding_with_optimizer,
     sharding.sharding_with_microbatches,

@@ -50,4 +50,4 @@ def contents_of(
         SavedExchanges(replica, members, residuals),
         SavedWatch(watch),
     )
-    return CheckpointContents(components, members, holders)
+    return CheckpointContents(components, members, holders, is_in_file=states.tiers is not None)

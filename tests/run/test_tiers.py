@@ -1,0 +1,56 @@
+"""Model states in tiers, as whole runs: what plain training computes, bit for bit, with the states in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
+from pool import Pool
+
+LIMITS = {"device": "64MB", "host": "64MB", "file": "64MB"}
+
+
+def sections(folder: Path, *, clip: float, tiers: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    limits = {**LIMITS, "directory": str(folder / "tiers"), **(tiers or {})}
+    return {"plan": {"sharding": {"tiers": limits}}, "train": {"max_grad_norm": clip, **train}}
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "records.jsonl").read_text().splitlines()
+    return [one for one in map(json.loads, lines) if one["kind"] == kind]
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the newest checkpoint."""
+    there = folder / "run" / "checkpoints"
+    found = open_checkpoint(there, max(list_checkpoints(there)))
+    return {name: found.read(name) for name in found.names() if not name.startswith("rng/")}
+
+
+def same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    for name, one in plain.items():
+        assert one.dtype == ours[name].dtype
+        assert torch.equal(ours[name].view(torch.uint8) if one.dim() else ours[name], one.view(torch.uint8) if one.dim() else one), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["small", "habits", "branches", "thin", "halves", "sometimes"])
+def test_it_is_plain_training(pool: Pool, tmp_path: Path, kind: str, clip: float) -> None:
+    """Weights, losses, norms and optimizer states: clipped or not, tied weights, unused ones, 0-dim ones, half types,
+    recomputed blocks, another order of the units in a later step.
+    """
+    given = {"steps": 5, "kind": kind, "dropout": 0.1}
+    ours = pool.run("run.jobs:train", 1, folder=str(tmp_path / "a"), sections=sections(tmp_path, clip=clip), **given)
+    plain = pool.run("run.jobs:train", 1, folder=str(tmp_path / "b"), sections={"train": {"max_grad_norm": clip}}, **given)
+    assert ours[0]["digest"] == plain[0]["digest"]
+    steps = [[(one["loss"], one["grad_norm"]) for one in records(tmp_path / side, "step")] for side in "ab"]
+    assert steps[0] == steps[1]
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+    assert list((tmp_path / "tiers").iterdir()) == []  # the file goes with the run
