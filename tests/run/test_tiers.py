@@ -54,3 +54,42 @@ def test_it_is_plain_training(pool: Pool, tmp_path: Path, kind: str, clip: float
     assert steps[0] == steps[1]
     same(saved(tmp_path / "a"), saved(tmp_path / "b"))
     assert list((tmp_path / "tiers").iterdir()) == []  # the file goes with the run
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_rejected_steps_evaluations_and_micro_batches(pool: Pool, tmp_path: Path, clip: float) -> None:
+    """A step that is skipped moves nothing, though some of its updates were written."""
+    more = {"batch": 8, "accumulate": 2, "evaluate_every": 2, "on_nonfinite": "skip"}
+    given = {"steps": 6, "bad": 17}
+    ours, plain = (
+        pool.run("run.jobs:train", 1, folder=str(tmp_path / side), sections=asked, **given)[0]
+        for side, asked in (
+            ("a", sections(tmp_path, clip=clip, **more)),
+            ("b", {"train": {"max_grad_norm": clip, **more}}),
+        )
+    )
+    assert ours["digest"] == plain["digest"]
+    said = [[one["message"] for one in records(tmp_path / side, "event") if "no parameter moved" in one["message"]] for side in "ab"]
+    assert said[0] == said[1] != []
+    losses = [[one["loss"] for one in records(tmp_path / side, "evaluation")] for side in "ab"]
+    assert losses[0] == losses[1] != []
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+
+
+def test_a_stopped_run_goes_on_with_tiers_and_without(pool: Pool, tmp_path: Path) -> None:
+    tiered, plain = sections(tmp_path, clip=0.0), {"train": {"max_grad_norm": 0.0}}
+    whole = pool.run("run.jobs:train", 1, folder=str(tmp_path / "whole"), sections=plain, steps=6)[0]["digest"]
+    for first, second in ((tiered, tiered), (tiered, plain), (plain, tiered)):
+        folder = tmp_path / f"{first is tiered}{second is tiered}"
+        pool.run("run.jobs:train", 1, folder=str(folder), sections=first, steps=6, until=3)
+        given = {"folder": str(folder), "sections": second, "steps": 6, "resume": True, "fresh_plan": True}
+        assert pool.run("run.jobs:train", 1, **given)[0]["digest"] == whole
+
+
+def test_what_a_step_moves_and_at_which_rate_is_said_before(pool: Pool, tmp_path: Path) -> None:
+    for clip, hidden in ((0.0, False), (0.5, True)):
+        folder = tmp_path / str(clip)
+        pool.run("run.jobs:train", 1, folder=str(folder), sections=sections(folder, clip=clip), steps=1)
+        said = [one["message"] for one in records(folder, "event") if one["message"].startswith("tiers: ")]
+        assert "as measured" in said[0]
+        assert any("nothing of them is hidden" in one for one in said) is hidden

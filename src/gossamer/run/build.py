@@ -40,7 +40,7 @@ from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.text_sampling import Logits, Sampler
-from gossamer.run.tiers import TieredStep, tiers_of
+from gossamer.run.tiers import TieredStep, remarks_of, tiers_of
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import TrainerServices
@@ -48,6 +48,7 @@ from gossamer.run.verify import Verifier
 from gossamer.run.watch import Watch
 from gossamer.run.zeroth_order_step import ZerothOrderStep
 from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.spec import records
 from gossamer.spec.config import TrainSection
 from gossamer.spec.errors import bad_input
 
@@ -98,6 +99,8 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     gradients = Gradients(pieces=stages.pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
     descent: StepAlgorithm = GradientStep(gradients=gradients, states=states, clip=config.train.max_grad_norm)
     if states.tiers is not None:
+        for level, message in remarks_of(parts, states.tiers):
+            around.sink(records.Event(level=level, message=message))
         updates = partial(getattr, around.saver.progress, "updates")
         descent = TieredStep(
             gradients=gradients, states=states, tiers=states.tiers, clip=config.train.max_grad_norm, updates=updates

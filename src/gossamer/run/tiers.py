@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gossamer.exchange import Exchange
@@ -21,8 +21,8 @@ from gossamer.sharding import (
 )
 from gossamer.sharding.tiers import Tiers
 from gossamer.spec.errors import bad_input
-from gossamer.spec.units import show_bytes
-from gossamer.store.tier_file import free_bytes
+from gossamer.spec.units import show_bytes, show_seconds
+from gossamer.store.tier_file import file_system, free_bytes, is_far
 from gossamer.sync import StepAgreement, StepVote, buckets_of
 
 _WINDOWS = 3  # one is read, one updated, one written
@@ -108,6 +108,33 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
         windows=min(_WINDOWS, 1 + more),
         is_hidden=is_hidden,
     )
+
+
+def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
+    """Yield (level, message) of what is to be known before the first step: bytes of a step, rate, what is not hidden."""
+    sharding, times = parts.recipe.sharding, 2 * max(parts.plan.microbatches)
+    assert isinstance(sharding, Tiers) and parts.walk is not None
+    inside = {name for unit in parts.walk.units for name in unit.names}
+    reads = {name: times if name in inside else 1 for group in tiers.layout.groups for name in group.names}
+    read, written = tiers.layout.step_bytes(reads)
+    way = "past the page cache (O_DIRECT)" if tiers.file.is_direct else "through the page cache, and dropped from it"
+    yield (
+        "info",
+        f"tiers: a step reads at most {show_bytes(read)} and writes {show_bytes(written)} {way}: at "
+        f"{show_bytes(tiers.rate)}/s, as measured, {show_seconds((read + written) / tiers.rate)}",
+    )
+    if not tiers.is_hidden:
+        yield (
+            "info",
+            "tiers: train.max_grad_norm needs the norm of all gradients, so updates follow backward and nothing of "
+            "them is hidden; with max_grad_norm 0 they run beside it",
+        )
+    if is_far(kind := file_system(sharding.folder)):
+        yield (
+            "warning",
+            f"tiers: {sharding.folder} is on a network file system ({kind}): each step waits for the network, and "
+            "a crash may lose what it has not written; give a directory on a disk of this machine",
+        )
 
 
 def _check(tier: str, needed: int, limit: int, what: str) -> None:

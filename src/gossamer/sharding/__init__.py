@@ -21,7 +21,7 @@ from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._tier_layout import TierLayout
 from gossamer.sharding._tier_update import UpdateTerms
 from gossamer.sharding._tiered_parameters import smallest_device
-from gossamer.sharding._tiered_states import TieredStates, smallest_host
+from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
@@ -47,6 +47,7 @@ __all__ = [
     "holdings",
     "longest_message_numel",
     "names",
+    "read_tiers",
     "rows_of",
     "shapes_of",
     "smallest_device",

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.comm.bucket import Bucket
 from gossamer.sharding._access_trace import tensors_of
 from gossamer.sharding._sharded_parameters import WrappedForward, entry_nodes, hollow
 from gossamer.sharding._tier_limits import TierAccount
@@ -26,6 +25,7 @@ from gossamer.store.tier_file import TierFile, as_bytes, page_buffer, paged
 
 Offsets = Callable[[str], int]  # where the weights of a parameter that count start in the file
 STAGING_BYTES = 4 << 20  # read at a time
+_ALIGNMENT = 64  # of torch's allocator on the CPU
 _NEAR = 2  # units ahead for which others that are needed later make room
 
 
@@ -210,10 +210,13 @@ def _spans(pieces: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, lis
 
 @dataclass(slots=True, eq=False)
 class _FileUnit:
-    """The parameters of a unit: one buffer per type, whose memory is there between `open` and `close` only."""
+    """The parameters of a unit, in one piece of memory that is there between `open` and `close` only.
+
+    Each starts where the allocator would put it: kernels round in another way at other places.
+    """
 
     params: Mapping[str, Tensor]
-    buffers: tuple[Bucket, ...]
+    buffer: Tensor  # (nbytes,) uint8
     views: dict[str, Tensor]
     nbytes: int
     under_way: Future[None] | None = None
@@ -221,13 +224,15 @@ class _FileUnit:
 
     @staticmethod
     def of(unit: UnshardUnit, params: Mapping[str, Tensor]) -> _FileUnit:
-        buffers, views = list[Bucket](), dict[str, Tensor]()
-        for layout in unit.layouts:
-            bucket = Bucket(layout, torch.empty(layout.numel, dtype=layout.dtype))  # not touched: no memory yet
-            buffers.append(bucket)
-            views |= dict(bucket.slices())
         named = {name: params[name] for name in sorted(unit.names)}
-        found = _FileUnit(named, tuple(buffers), views, sum(b.layout.nbytes for b in buffers))
+        nbytes = unit_bytes(unit)
+        buffer, views, at = torch.empty(nbytes, dtype=torch.uint8), dict[str, Tensor](), 0
+        for name, param in named.items():
+            numel, start = param.numel(), at // param.element_size()
+            typed = buffer[: nbytes // param.element_size() * param.element_size()].view(param.dtype)
+            views[name] = typed[start : start + numel].view(param.shape)
+            at += _aligned(param.nbytes)
+        found = _FileUnit(named, buffer, views, nbytes)
         found.close()
         return found
 
@@ -238,8 +243,7 @@ class _FileUnit:
 
     def open(self) -> Mapping[str, Tensor]:
         """Allocate the memory; return the views that are to be filled, by parameter."""
-        for buffer in self.buffers:
-            buffer.flat.untyped_storage().resize_(buffer.layout.nbytes)
+        self.buffer.untyped_storage().resize_(self.nbytes)
         return self.views
 
     def wait(self) -> None:
@@ -256,11 +260,18 @@ class _FileUnit:
         self.is_there = False
         for param in self.params.values():
             param.data = hollow(param)
-        for buffer in self.buffers:
-            buffer.flat.untyped_storage().resize_(0)
+        self.buffer.untyped_storage().resize_(0)
 
 
 def smallest_device(walk: UnshardOrder) -> int:
     """Return the bytes of the weights that one unit needs beside those that stay for the whole step."""
-    always = sum(layout.nbytes for layout in walk.always.layouts)
-    return always + max((sum(layout.nbytes for layout in unit.layouts) for unit in walk.units), default=0)
+    return unit_bytes(walk.always) + max(map(unit_bytes, walk.units), default=0)
+
+
+def unit_bytes(unit: UnshardUnit) -> int:
+    """Return the bytes of a unit's weights in memory."""
+    return sum(_aligned(one.numel * layout.dtype.itemsize) for layout in unit.layouts for one in layout.entries)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

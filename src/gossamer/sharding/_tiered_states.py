@@ -6,11 +6,11 @@ written durable and switches the journal to it. A step that is rejected, or a cr
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from gossamer.sharding._tier_limits import TierLimits
 from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
 from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
 from gossamer.sharding._unshard_order import UnshardOrder
-from gossamer.store.tier_file import TierFile, TierJournal, page_buffer
+from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
 
 
 
@@ -42,6 +42,7 @@ class TieredStates:
     updater: TierUpdater
     is_hidden: bool
     records: list[int]  # by group: the record that counts
+    rate: float  # bytes per second of the file, reads and writes together, measured before the first step
     is_closed: bool = False
     waited_s: float = 0.0  # seconds that steps waited for updates to end
     _of_name: dict[str, int] = field(default_factory=dict)
@@ -68,6 +69,8 @@ class TieredStates:
         journal = TierJournal(path.with_suffix(".json"))
         file = TierFile.create(path, layout.size_bytes)
         journal.remove()  # from here on the file holds no consistent state, until the first one is written
+        rate = mixed_rate(file)
+        TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
         params = dict(module.named_parameters())
         for group in layout.groups:
             _write_first(group, params, rule, file)
@@ -82,7 +85,7 @@ class TieredStates:
         parameters = TieredParameters.of(module, walk, file, offset_of, limits.device)
         updater = TierUpdater(rule, layout, file, limits.host, windows)
         found = TieredStates(
-            layout, limits, file, journal, parameters, updater, is_hidden, records, _of_name=of_name
+            layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
         )
         updater.start()
         found.settle(0)
@@ -145,12 +148,7 @@ class TieredStates:
     def settle(self, updates: int) -> None:
         """Make what counts durable, and write the journal: the state after so many updates."""
         self.file.settle()
-        self.journal.write({"updates": updates, "records": self.records, "layout": self.digest})
-
-    @property
-    def digest(self) -> str:
-        """Return a digest of where everything lies."""
-        return hashlib.sha256(repr(self.layout).encode()).hexdigest()
+        self.journal.write({"updates": updates, "records": self.records})
 
     def mapped(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, slot, tensor) of all that counts; its memory is the file's, read when it is touched."""
@@ -181,8 +179,34 @@ class TieredStates:
         self.updater.close()
         self.parameters.close()
         self.journal.remove()
+        _layout_file(self.file.path).unlink(missing_ok=True)
         self.file.path.unlink(missing_ok=True)
         self.file.close()
+
+
+def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], Tensor]]:
+    """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
+
+    The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no state.
+    """
+    path = folder / f"rank-{rank:05d}.tier"
+    said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
+    found = {}
+    for group, record in zip(groups, said["records"], strict=True):
+        for name, slot, shape, dtype, start in group["tensors"]:
+            at, kind = group["starts"][record] + start, getattr(torch, dtype)
+            found[name, slot] = mapped_tensor(path, at, tuple(shape), kind)
+    return said["updates"], found
+
+
+def _layout_file(path: Path) -> Path:
+    return path.with_suffix(".layout.json")
+
+
+def _told(group: TierGroup) -> dict[str, Any]:
+    """Return where the tensors of a group lie, for who reads the file without the run."""
+    tensors = [[t.name, t.slot, list(t.shape), str(t.dtype).removeprefix("torch."), t.start] for t in group.tensors]
+    return {"starts": list(group.starts), "tensors": tensors}
 
 
 def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile) -> None:

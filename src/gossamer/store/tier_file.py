@@ -10,12 +10,14 @@ import fcntl
 import json
 import mmap
 import os
+import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -110,10 +112,7 @@ class TierFile:
 
     def mapped(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor whose memory is the file: what is written to it is written to the file."""
-        if not prod(shape):
-            return torch.empty(shape, dtype=dtype)
-        data = np.memmap(self.path, np.uint8, "r+", offset, (prod(shape) * dtype.itemsize,))
-        return torch.from_numpy(data).view(dtype).view(shape)
+        return mapped_tensor(self.path, offset, shape, dtype)
 
     def close(self) -> None:
         os.close(self._handle)
@@ -176,6 +175,44 @@ class TierJournal:
         self.path.unlink(missing_ok=True)
 
 
+def mixed_rate(file: TierFile, size_bytes: int = 64 << 20) -> float:
+    """Return the bytes per second of reads and writes at the same time, which overwrite the file's start."""
+    block = min(4 << 20, file.size_bytes // 2 // PAGE * PAGE)
+    if not block:
+        return float("inf")
+    count = max(1, min(size_bytes, file.size_bytes) // (2 * block))
+    errors: list[BaseException] = []
+
+    def move(work: Callable[[int, Tensor], None], first: int) -> None:
+        buffer = page_buffer(block)
+        buffer.random_(generator=torch.Generator().manual_seed(0))  # a disk may store zeros faster
+        try:
+            for i in range(count):
+                work((first + i) * block, buffer)
+        except OSError as error:
+            errors.append(error)
+
+    move(file.write, 0)  # blocks never written may be read faster
+    began = time.perf_counter()
+    threads = [Thread(target=move, args=(file.read, 0)), Thread(target=move, args=(file.write, count))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    file.settle()
+    if errors:
+        raise errors[0]
+    return 2 * count * block / (time.perf_counter() - began)
+
+
+def mapped_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor whose memory is a part of a file."""
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    data = np.memmap(path, np.uint8, "r+", offset, (prod(shape) * dtype.itemsize,))
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
 def free_bytes(directory: Path) -> int:
     """Return the bytes that may be written below `directory`, which need not exist yet."""
     there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
@@ -210,6 +247,8 @@ __all__ = [
     "file_system",
     "free_bytes",
     "is_far",
+    "mapped_tensor",
+    "mixed_rate",
     "page_buffer",
     "paged",
 ]
