@@ -53,6 +53,7 @@ class TierUpdater:
     host: TierAccount
     windows: int
     busy_s: float = 0.0  # seconds that the update itself computed
+    active_s: float = 0.0  # seconds in which anything was being read, updated or written
     moved_bytes: int = 0
     written: set[int] = field(default_factory=set)  # groups whose other record is written since `begin`
     _free: queue.SimpleQueue[Tensor] = field(default_factory=queue.SimpleQueue)
@@ -60,6 +61,7 @@ class TierUpdater:
     _to_update: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     _to_write: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     _open: int = 0
+    _since: float = 0.0  # when the first of what is open was submitted
     _idle: threading.Condition = field(default_factory=threading.Condition)
     _error: BaseException | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -122,7 +124,10 @@ class TierUpdater:
 
     def _count(self, more: int) -> None:
         with self._idle:
+            now = time.perf_counter()
+            self._since = now if not self._open else self._since
             self._open += more
+            self.active_s += 0.0 if self._open else now - self._since
             self._idle.notify_all()
 
     def _failed(self, error: BaseException) -> None:
