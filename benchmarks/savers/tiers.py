@@ -26,7 +26,7 @@ from savers import Row
 NOT_QUICK = "states of 4 GiB in 1 GiB of memory: 12 GiB are moved in each step"
 LEFT_OUT = "DeepSpeed's offload: not run, see docs/howto/train_from_a_file.md"
 _SMALL = {"blocks": 4, "width": 512, "sequence": 64, "batch": 8, "steps": 6}  # 8.7 M parameters
-_LARGE = {"blocks": 32, "width": 1024, "sequence": 128, "batch": 16, "steps": 4}  # 269 M parameters
+_LARGE = {"blocks": 32, "width": 1024, "sequence": 128, "batch": 8, "steps": 4}  # 269 M parameters
 _LIMIT = 1 << 30
 
 

@@ -18,13 +18,13 @@ def global_norm_squared(tensors: Sequence[Tensor]) -> Tensor:
     It is float32, or float64 where any tensor is. Half types are read as float32, so 1e4 squared does not overflow; inf
     and nan are kept.
     """
-    return squared_of([row_norms(tensor) for tensor in tensors])
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return squared_of([row_norms(tensor, torch.float64 if wide else torch.float32) for tensor in tensors])
 
 
-def row_norms(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the norms of the rows of a tensor, and of what is left after the last whole one, (1,)."""
+def row_norms(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the norms, in `dtype`, of the rows of a tensor, and of what is left after the last whole one, (1,)."""
     flat = tensor.detach().reshape(-1)
-    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     whole = flat.numel() // _ROW * _ROW
     rows = flat[:whole].view(-1, _ROW)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype) if whole else torch.empty(0, dtype=dtype).to(flat.device)

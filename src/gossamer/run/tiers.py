@@ -76,6 +76,13 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
     """Put the states of a rank into tiers. Raises BadInput, before anything is moved, for a limit that no step fits."""
     sharding, walk, config = parts.recipe.sharding, parts.walk, parts.config
     assert isinstance(sharding, Tiers) and walk is not None
+    if parts.device.type != "cpu":
+        raise bad_input(
+            wanted="a model on the CPU, with model states in tiers",
+            got=f"a model on {parts.device.type}",
+            do="hide the devices (CUDA_VISIBLE_DEVICES=\"\"), or leave plan.sharding at none",
+            key="plan.sharding",
+        )
     trained = trainable(parts.module)
     cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
     names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
@@ -111,7 +118,7 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
 
 
 def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
-    """Yield (level, message) of what is to be known before the first step: bytes of a step, rate, what is not hidden."""
+    """Yield (level, message) of what is to be known before: bytes of a step, rate, what is not hidden."""
     sharding, times = parts.recipe.sharding, 2 * max(parts.plan.microbatches)
     assert isinstance(sharding, Tiers) and parts.walk is not None
     inside = {name for unit in parts.walk.units for name in unit.names}

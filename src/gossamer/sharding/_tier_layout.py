@@ -107,6 +107,12 @@ class TierLayout:
         return tuple(group for group in self.groups if not group.is_frozen)
 
     @property
+    def norm_dtype(self) -> torch.dtype:
+        """Return the type in which the norm of all gradients is computed (see ops.norm)."""
+        kinds = {one.dtype for group in self.trained for one in group.weights.values()}
+        return torch.float64 if torch.float64 in kinds else torch.float32
+
+    @property
     def window_bytes(self) -> int:
         """Return the bytes of the largest record of a trained group, with its gradient where that is in the file."""
         return max((self.window_of(group) for group in self.trained), default=0)

@@ -1,4 +1,4 @@
-"""The three limits of a run whose states lie in tiers, counted by what takes and gives bytes, and asserted each time."""
+"""The three limits of a run whose states lie in tiers: each allocation is counted and checked."""
 
 from __future__ import annotations
 

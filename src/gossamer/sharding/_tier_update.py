@@ -62,6 +62,7 @@ class TierUpdater:
     _to_write: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     _open: int = 0
     _since: float = 0.0  # when the first of what is open was submitted
+    idle_since: float = 0.0
     _idle: threading.Condition = field(default_factory=threading.Condition)
     _error: BaseException | None = None
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -103,6 +104,11 @@ class TierUpdater:
         self.host.give(group.gradient_bytes)
         self._count(-1)
 
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing is under way."""
+        return self._open == 0
+
     def wait(self) -> None:
         """Wait until all that was submitted is done. Raises the error of a thread."""
         with self._idle:
@@ -128,6 +134,7 @@ class TierUpdater:
             self._since = now if not self._open else self._since
             self._open += more
             self.active_s += 0.0 if self._open else now - self._since
+            self.idle_since = now
             self._idle.notify_all()
 
     def _failed(self, error: BaseException) -> None:

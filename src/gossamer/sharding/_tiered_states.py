@@ -23,8 +23,12 @@ from gossamer.sharding._tier_limits import TierLimits
 from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
 from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
 from gossamer.sharding._unshard_order import UnshardOrder
+from gossamer.spec.errors import RunFailed
 from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
 
+
+
+_STUCK_S = 10.0  # without an update under way: nobody will give memory back
 
 
 @dataclass(slots=True)
@@ -99,13 +103,24 @@ class TieredStates:
     def make_room(self, layout: Layout) -> None:
         """Count a gradient buffer that is about to be allocated, when updates have made room for it."""
         began = time.perf_counter()
-        self.limits.host.take_in_turn(layout.nbytes, self.updater.check)
+
+        def failed() -> None:
+            self.updater.check()
+            if self.updater.is_idle and time.perf_counter() - max(began, self.updater.idle_since) > _STUCK_S:
+                host = self.limits.host
+                raise RunFailed(
+                    f"the gradients of this step are open in another order than in the trace before the first one, and "
+                    f"{layout.nbytes} more bytes do not fit the {host.limit} of plan.sharding.tiers.host, of which "
+                    f"{host.used} are in use: set host to {host.used + layout.nbytes} or more"
+                )
+
+        self.limits.host.take_in_turn(layout.nbytes, failed)
         self.waited_s += time.perf_counter() - began
 
     def take(self, layout: Layout, mean: Tensor, idle: Collection[str]) -> tuple[Tensor, Tensor]:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
-        group, norms = self.layout.groups[index], row_norms(mean)
+        group, norms = self.layout.groups[index], row_norms(mean, self.layout.norm_dtype)
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None

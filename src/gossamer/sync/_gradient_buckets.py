@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
-from gossamer.ops.norm import row_norms, squared_of
+from gossamer.ops.norm import global_norm_squared, squared_of
 from gossamer.sharding import Holding, TieredStates
 from gossamer.spec.errors import bad_input
 from gossamer.sync._state_by_name import refilled, state_by_name
@@ -168,16 +168,15 @@ class GradientBuckets:
 
         In a local step each island counts its own.
         """
+        taken = [slot.norms for slot in self.slots if slot.norms is not None]  # of all or of none
+        if taken:
+            return squared_of(taken).item()
         elsewhere = self._elsewhere if level == "all" else frozenset()
-        norms: list[tuple[Tensor, Tensor]] = []
+        counted: list[Tensor] = []
         for slot in self.slots:
-            if slot.norms is not None:
-                norms.append(slot.norms)
-                continue
             mine = [view for name, view in self._known(slot) if name not in elsewhere]
-            counted = slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
-            norms += [row_norms(one) for one in counted]
-        return squared_of(norms).item() if norms else 0.0
+            counted += slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
+        return global_norm_squared(counted).item() if counted else 0.0
 
     def not_finite(self) -> tuple[bool, bool]:
         """Return whether this rank's input was non-finite, and whether a lossy exchange might have hidden that."""
