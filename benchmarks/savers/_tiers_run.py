@@ -1,6 +1,6 @@
 """One run of benchmarks/savers/tiers.py: trains in this process and prints its figures as one JSON line.
 
-    python _tiers_run.py '{"folder": ..., "blocks": ..., "width": ..., "steps": ..., "tiers": {...} or null, ...}'
+python _tiers_run.py '{"folder": ..., "blocks": ..., "width": ..., "steps": ..., "tiers": {...} or null, ...}'
 """
 
 from __future__ import annotations

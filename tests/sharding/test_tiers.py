@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import gossamer
-from gossamer.sharding import TieredStates, TierLayout, read_tiers, tiers
-from gossamer.sharding._tier_limits import TierAccount
+from gossamer import sharding
 from gossamer.partition.plan_file import make_plan
+from gossamer.sharding import TieredStates, TierLayout, read_tiers
+from gossamer.sharding._tier_limits import TierAccount
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.spec.units import read_size
@@ -59,11 +61,17 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs set the allocator by this variable."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", os.environ.get("THP_MEM_ALLOC_ENABLE", "0"))
+
+
 def trained(folder: Path, module: nn.Module, limits: dict[str, Any] | None, **train: Any) -> dict[str, Any]:
-    sharding = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
+    written = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
     steps = {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0, **train}
     run = {"directory": str(folder / "runs"), "display": "quiet"}
-    config = {"run": run, "data": {"sequence": 9}, "train": steps, "plan": {"sharding": sharding}}
+    config = {"run": run, "data": {"sequence": 9}, "train": steps, "plan": {"sharding": written}}
     config = {**config, "machines": {"threads": 1}}
     done = gossamer.train(module, Tokens(), config)
     return {**done, "directory": str(done.run.path)}
@@ -142,7 +150,7 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="a size such as"):
         trained(tmp_path, Blocks(), {**limits, "host": "much"})
     with pytest.raises(BadInput, match="directory"):
-        tiers.Tiers(device=1, host=1)  # type: ignore[call-arg]
+        sharding.build({"tiers": limits})
 
 
 def test_an_account_never_exceeds_its_limit() -> None:
@@ -209,7 +217,7 @@ def test_a_layout_covers_every_byte_once() -> None:
     taken += [(g.gradient_start, g.gradient_start + g.gradient_bytes) for g in layout.trained]
     taken.sort()
     assert all(low % PAGE == 0 for low, _ in taken)
-    assert all(before[1] <= after[0] for before, after in zip(taken, taken[1:], strict=False))
+    assert all(before[1] <= after[0] for before, after in pairwise(taken))
     assert taken[-1][1] <= layout.size_bytes
     numbers = sum(p.nbytes for n, p in params.items() if n != "frozen")
     assert sum(high - low for low, high in taken) == (2 * 3 + 1) * numbers + params["frozen"].nbytes

@@ -169,7 +169,9 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
     tiers = tiers_of(parts, rule, exchange, given.rank) if sharding.is_tiered else None
-    shards = None if parts.walk is None or tiers is not None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
+    shards = None
+    if parts.walk is not None and tiers is None:
+        shards = _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
     states = ShardedOptimizer.of(
         rule,
         params,

@@ -80,7 +80,7 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
         raise bad_input(
             wanted="a model on the CPU, with model states in tiers",
             got=f"a model on {parts.device.type}",
-            do="hide the devices (CUDA_VISIBLE_DEVICES=\"\"), or leave plan.sharding at none",
+            do='hide the devices (CUDA_VISIBLE_DEVICES=""), or leave plan.sharding at none',
             key="plan.sharding",
         )
     trained = trainable(parts.module)

@@ -144,7 +144,10 @@ class ShardedOptimizer:
         """Return the sharded parameters by name, trained or not: parameter (for its shape), own row range, own rows."""
         if self.tiers is not None:
             shapes = dict(self.tiers.parameters.module.named_parameters())
-            return {n: (shapes[n], RowRange(0, one.shape[0] if one.shape else 1), one) for n, one in self.tiers.weights().items()}
+            return {
+                n: (shapes[n], RowRange(0, one.shape[0] if one.shape else 1), one)
+                for n, one in self.tiers.weights().items()
+            }
         if self.shards is None:
             return {}
         own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.comm.bucket import Layout
-from gossamer.optimizer import Optimizer
 from gossamer.ops.norm import row_norms
+from gossamer.optimizer import Optimizer
 from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
 from gossamer.sharding._tier_limits import TierLimits
 from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
@@ -25,8 +25,6 @@ from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
 from gossamer.sharding._unshard_order import UnshardOrder
 from gossamer.spec.errors import RunFailed
 from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
-
-
 
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
 
@@ -231,7 +229,9 @@ def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer
         states = rule.init({name: given[name]})[name] if not group.is_frozen else {}
         for one in group.tensors:
             if one.name == name and one.nbytes:
-                _write_tensor(file, group.starts[0] + one.start, given[name] if one.slot == WEIGHT else states[one.slot])
+                _write_tensor(
+                    file, group.starts[0] + one.start, given[name] if one.slot == WEIGHT else states[one.slot]
+                )
 
 
 def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:

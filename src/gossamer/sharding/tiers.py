@@ -13,7 +13,7 @@ the last one. With AdamW in float32 24 bytes per parameter, and 4 for gradients 
 Traffic: per step and parameter 8 bytes of weights (forward and backward), 12 read and 12 written by the update.
 Limits:  device, host and file are hard: each allocation of model states is counted and checked. One that no step fits
 is refused before the first step, with the smallest that works. Activations are not moved: combine with fewer rows.
-Good when: the states exceed the memory and there is a disk; the step then takes as long as its bytes at the disk's rate.
+Good when: the states exceed the memory, and there is a disk; a step takes its bytes at the rate of that disk.
 Paper:   Rajbhandari et al., ZeRO-Infinity, SC 2021, arXiv 2104.07857 (prefetch by a traced order, streamed update);
 Liao et al., Fuyou, arXiv 2403.06504 (update of a layer during backward without staleness, delayed write-back).
 Unlike the papers: two records of each bucket instead of one updated in place; the update is in threads of the rank, not

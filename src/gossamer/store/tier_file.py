@@ -89,7 +89,7 @@ class TierFile:
 
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill the buffer from `offset` on; releases the interpreter lock."""
-        view, done = memoryview(buffer.numpy()), 0
+        view, done = _memory(buffer), 0
         while done < len(view):
             got = os.preadv(self._handle, [view[done:]], offset + done)
             if got <= 0:
@@ -99,7 +99,7 @@ class TierFile:
 
     def write(self, offset: int, buffer: Tensor) -> None:
         """Write the buffer at `offset`; releases the interpreter lock."""
-        view, done = memoryview(buffer.numpy()), 0
+        view, done = _memory(buffer), 0
         while done < len(view):
             done += os.pwritev(self._handle, [view[done:]], offset + done)
         if not self.is_direct:
@@ -122,6 +122,10 @@ class TierFile:
             os.posix_fadvise(self._handle, offset, count, os.POSIX_FADV_DONTNEED)
 
 
+def _memory(buffer: Tensor) -> memoryview:
+    return buffer.numpy().data
+
+
 def _takes_direct(handle: int) -> bool:
     """Switch the handle to O_DIRECT, and return whether a read then works."""
     if not hasattr(os, "O_DIRECT"):
@@ -130,7 +134,7 @@ def _takes_direct(handle: int) -> bool:
     try:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT)
         if os.fstat(handle).st_size >= PAGE:
-            os.preadv(handle, [memoryview(page_buffer(PAGE).numpy())], 0)
+            os.preadv(handle, [_memory(page_buffer(PAGE))], 0)
         return True
     except OSError:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags)

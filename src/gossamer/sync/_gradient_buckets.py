@@ -13,7 +13,7 @@ from gossamer.comm.bucket import Bucket, Layout, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared, squared_of
-from gossamer.sharding import Holding, TieredStates
+from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
 from gossamer.sync._state_by_name import refilled, state_by_name
 
@@ -58,8 +58,6 @@ class BucketState:
     def receive(self, outcome: Outcome) -> None:
         """Write the mean to the gradients; the new state waits until the step takes effect."""
         self.outcome = outcome
-        if self.norms is not None:  # the mean is elsewhere by now
-            return
         if self.bucket is None:
             self.mean = Bucket(self.mine, outcome.mean)
         elif outcome.mean.data_ptr() != self.bucket.flat.data_ptr():
@@ -112,12 +110,6 @@ class GradientBuckets:
     def give_back(self, slot: BucketState, method: Rounds) -> Rounds:
         """Free a bucket that `method` sends; return the rounds, whose mean is the part that this rank owns."""
         method, slot.bucket = self._own_part(slot, method), None
-        self.adopt(slot)
-        return method
-
-    def hand_over(self, slot: BucketState, method: Rounds, tiers: TieredStates, idle: frozenset[str]) -> Rounds:
-        """Let go of a bucket that `method` sends; return the rounds, at whose end `tiers` take over the mean."""
-        method, slot.bucket = _taken(slot, method, tiers, idle), None
         self.adopt(slot)
         return method
 
@@ -233,12 +225,6 @@ class GradientBuckets:
                         got=repr(exchanges[name]),
                         do="wrap that exchange in error_feedback ({error_feedback: dense} sends the residual at once)",
                     )
-
-
-def _taken(slot: BucketState, method: Rounds, tiers: TieredStates, idle: frozenset[str]) -> Rounds:
-    outcome = yield from method
-    slot.norms = tiers.take(slot.layout, outcome.mean, idle)
-    return replace(outcome, mean=outcome.mean[:0].clone())
 
 
 def buckets_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gossamer.exchange.dense import Dense
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
@@ -17,8 +18,8 @@ _OTHERS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ..
         lambda r: f"plan.sync {told(r.plan.sync)}",
     ),
     (
-        "a lossless plan.exchange",
-        lambda r: not all(one.traits.lossless for one in r.exchanges),
+        "plan.exchange auto or dense",
+        lambda r: not all(isinstance(one, Dense) for one in r.exchanges),
         lambda r: f"plan.exchange {told(r.plan.exchange)}",
     ),
     ("no policy", lambda r: r.policy is not None, lambda r: f"plan.adapt {told(r.config.plan.adapt)}"),
