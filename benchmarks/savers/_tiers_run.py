@@ -24,6 +24,7 @@ def main() -> None:
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import nn
+    from torch.utils.checkpoint import checkpoint
 
     import gossamer
     from gossamer.model.mapped_storage import mapped
@@ -48,7 +49,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.embed(input_ids)
             for block in self.blocks:
-                x = block(x)
+                x = checkpoint(block, x, use_reentrant=False)  # activations are not in tiers
             return self.head(x)
 
     class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -21,7 +21,7 @@ from gossamer.sharding._access_trace import tensors_of
 from gossamer.sharding._sharded_parameters import WrappedForward, entry_nodes, hollow
 from gossamer.sharding._tier_limits import TierAccount
 from gossamer.sharding._unshard_order import UnshardOrder, UnshardUnit
-from gossamer.store.tier_file import TierFile, as_bytes, page_buffer, paged
+from gossamer.store.tier_file import PageMemory, TierFile, as_bytes, page_buffer, paged
 
 Offsets = Callable[[str], int]  # where the weights of a parameter that count start in the file
 STAGING_BYTES = 4 << 20  # read at a time
@@ -216,7 +216,7 @@ class _FileUnit:
     """
 
     params: Mapping[str, Tensor]
-    buffer: Tensor  # (nbytes,) uint8
+    memory: PageMemory
     views: dict[str, Tensor]
     nbytes: int
     under_way: Future[None] | None = None
@@ -226,13 +226,13 @@ class _FileUnit:
     def of(unit: UnshardUnit, params: Mapping[str, Tensor]) -> _FileUnit:
         named = {name: params[name] for name in sorted(unit.names)}
         nbytes = unit_bytes(unit)
-        buffer, views, at = torch.empty(nbytes, dtype=torch.uint8), dict[str, Tensor](), 0
+        memory, views, at = PageMemory.of(nbytes), dict[str, Tensor](), 0
         for name, param in named.items():
             numel, start = param.numel(), at // param.element_size()
-            typed = buffer[: nbytes // param.element_size() * param.element_size()].view(param.dtype)
+            typed = memory.buffer[: nbytes // param.element_size() * param.element_size()].view(param.dtype)
             views[name] = typed[start : start + numel].view(param.shape)
             at += _aligned(param.nbytes)
-        found = _FileUnit(named, buffer, views, nbytes)
+        found = _FileUnit(named, memory, views, nbytes)
         found.close()
         return found
 
@@ -242,8 +242,7 @@ class _FileUnit:
         return not self.is_there and self.under_way is None
 
     def open(self) -> Mapping[str, Tensor]:
-        """Allocate the memory; return the views that are to be filled, by parameter."""
-        self.buffer.untyped_storage().resize_(self.nbytes)
+        """Return the views that are to be filled, by parameter."""
         return self.views
 
     def wait(self) -> None:
@@ -260,7 +259,7 @@ class _FileUnit:
         self.is_there = False
         for param in self.params.values():
             param.data = hollow(param)
-        self.buffer.untyped_storage().resize_(0)
+        self.memory.free()
 
 
 def smallest_device(walk: UnshardOrder) -> int:

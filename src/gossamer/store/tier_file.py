@@ -38,9 +38,31 @@ def paged(count: int) -> int:
 
 def page_buffer(size_bytes: int) -> Tensor:
     """Return a page-aligned buffer of zeros, (size_bytes,) uint8, outside of the allocator."""
-    if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+    return PageMemory.of(size_bytes).buffer
+
+
+@dataclass(frozen=True, slots=True)
+class PageMemory:
+    """Memory outside of the allocator, whose pages go back to the system without it, as its heap keeps freed blocks.
+
+    Its address stays the same.
+    """
+
+    buffer: Tensor  # (size_bytes,) uint8
+    _pages: mmap.mmap | None
+
+    @staticmethod
+    def of(size_bytes: int) -> PageMemory:
+        """Return memory that holds no page until it is written to."""
+        if size_bytes == 0:
+            return PageMemory(torch.empty(0, dtype=torch.uint8), None)
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return PageMemory(torch.frombuffer(pages, dtype=torch.uint8), pages)
+
+    def free(self) -> None:
+        """Give all pages back; what was in them is lost."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -245,6 +267,7 @@ def is_far(kind: str) -> bool:
 
 __all__ = [
     "PAGE",
+    "PageMemory",
     "TierFile",
     "TierJournal",
     "as_bytes",
