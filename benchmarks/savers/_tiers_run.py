@@ -28,6 +28,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
 
     import gossamer
     from gossamer.model.mapped_storage import mapped
+    from gossamer.run.allocator import give_freed_memory_back
     from gossamer.sharding import TieredStates
 
     class Block(nn.Module):
@@ -76,7 +77,6 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
                 "at": time.perf_counter(),
                 "cpu": used.ru_utime,
                 "system": used.ru_stime,
-                "update": self.updater.busy_s,
                 "active": self.updater.active_s,
                 "waited": self.waited_s,
                 "bytes": self.updater.moved_bytes + self.parameters.read_bytes,
@@ -84,6 +84,7 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
         )
 
     TieredStates.commit = marked  # type: ignore[method-assign]
+    give_freed_memory_back()  # as a worker does: a heap with holes of a model that was built in it fills them all
     os.environ["TMPDIR"] = asked["folder"]
     torch.manual_seed(0)
     with mapped(asked["resident"]):

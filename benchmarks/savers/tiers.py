@@ -72,7 +72,6 @@ def _row(shape: dict[str, int], limits: dict[str, str] | None, *, clip: float) -
             "bound_s": bound,
             "over_bound": one["at"] / bound,
             "core_s": one["cpu"] + one["system"],
-            "update_core_s": one["update"],
             "moved_bytes": one["bytes"],
             "rate_bytes_per_s": found["rate"],
             "is_direct": bool(found["direct"]),
