@@ -167,6 +167,8 @@ def test_zeros_of_half_precision_weights_are_zeros() -> None:
     [
         ({"inner": {"by_pattern": {}}}, "by_pattern: {inner: {proximal"),
         ({"inner": "muon"}, "one rate for all parameters"),
+        ({"inner": "schedule_free_sgd"}, "an average of sparse points is not sparse"),
+        ({"inner": "eva"}, "nor is a step under one clip a rate"),
         ({"operator": {"l1": {"strength": 0}}}, "above 0"),
         ({"operator": {"scad": {"shape": 2}}}, "above 2"),
         ({"operator": {"mcp": {"gamma": -1}}}, "above 0"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,9 @@ class Row:
 
 SGD = {"sgd": {"lr": 0.1}}
 ADAM = {"adamw": {"lr": 0.01}}
+TIERS = {
+    "tiers": {**dict.fromkeys(("device", "host", "file"), "64MB"), "directory": f"{gettempdir()}/tiers-{os.getpid()}"}
+}
 WHOLE = {"zero1": {"whole": True}}
 MUON = {"muon": {"lr": 0.02, "rest": {"adamw": {"lr": 0.01}}}}
 ALONE = ((0,), (1,))
@@ -188,6 +193,8 @@ TABLE: dict[str, Row] = {
         rows=(3, 2, 1, 2)
     ),
     "zero1 in two hops": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}, islands=PAIRS, rows=(3, 2, 1, 2)),
+    "tiers": Row(rule=ADAM, to=every_step(), plan={"sharding": TIERS}, rows=(8,)),
+    "tiers, frozen": Row(rule=ADAM, to=every_step(), plan={"sharding": TIERS}, rows=(8,), frozen=("layers.1",)),
     "zero3, weights on islands": Row(
         rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island"}}}, islands=PAIRS,
         rows=(2, 2, 2, 2)

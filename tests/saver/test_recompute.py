@@ -128,7 +128,7 @@ def test_what_a_second_run_would_find_changed_is_refused(where: str, said: str) 
     ({"recompute": {"every": 0}}, "1 or more"),
     ({"recompute": {"every": 2, "budget": "1GiB"}}, "every 2 beside budget"),
     ({"recompute": {"every": 2, "units": ["a"]}}, "every 2 beside units"),
-    ({"recompute": {"budget": "1 GiX"}}, "a size such as 2GiB or 500MB"),
+    ({"recompute": {"budget": "1 GiX"}}, "a size such as 500MB or 4GiB"),
     ("recomputed", "recompute"),
 ])  # fmt: skip
 def test_wrong_settings(written: Any, said: str) -> None:

@@ -28,6 +28,7 @@ from gossamer.recipe import Recipe
 from gossamer.run.batches import Feed
 from gossamer.run.staged_model import Forward, StagedModel, boundary_of
 from gossamer.sharding import ElementBytes, Holding, RowPartition, UnshardOrder, bytes_of, holdings, shapes_of
+from gossamer.sharding.tiers import Tiers
 from gossamer.spec.action import Op
 from gossamer.spec.errors import BadInput
 from gossamer.sync import buckets_of
@@ -151,6 +152,10 @@ class _Parts:
         copies = self.has_gradients * (2 if self.recipe.config.train.verify.every else 1)
         states, messages = self._exchange(held, sizes) if self.has_gradients else (0, 0)
         outer, round_bytes = self._outer(held)
+        sharding = self.recipe.sharding
+        limits = sharding.limits if isinstance(sharding, Tiers) else None
+        if limits is not None:  # buffers are gradients and states on their way
+            kept, trained, copies, owned = min(kept, limits.device.limit), 0, 0, min(limits.host.limit, 4 * kept)
         return RankMemory(
             parameters=kept + self._buffers(place) + self._unsharded(),
             gradients=trained * copies,
@@ -160,7 +165,7 @@ class _Parts:
             activations=(activations := self._activations(ghosts.get(replica), replica, place)),
             allocator=round(activations * self._unused(ghosts.get(replica))),
             messages=messages + round_bytes,
-            checkpoint=self._checkpoint(held, sizes, kept, owned + outer, states),
+            checkpoint=0 if limits else self._checkpoint(held, sizes, kept, owned + outer, states),
         )
 
     def _names(self, place: int) -> frozenset[str]:

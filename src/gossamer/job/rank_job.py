@@ -78,6 +78,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         trainer = build(parts, engine, pump, around)
         ending.callback(trainer.replica.close)
         ending.callback(trainer.descent.close)
+        ending.callback(trainer.states.close)
         ending.callback(trainer.outer.apart.close)
         if adapting is not None:
             adapting.begin(trainer.replica)
@@ -216,7 +217,8 @@ def _caution(job: RankJob) -> str:
 
 def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder | None:
     """Return the order in which all ranks unshard the model's units; None if parameters are not sharded."""
-    if not parts.recipe.sharding.takes_parameters:
+    sharding = parts.recipe.sharding
+    if not (sharding.takes_parameters or sharding.is_tiered):
         return None
     walk = walk_of(engine, parts.train, parts.units)
     check_agreement(pump, {"order of the units, and what they read": repr(walk)})

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
 from gossamer.optimizer._foreach import chosen
+from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByPattern(Optimizer):
+class ByPattern(Wrapper):
     """An optimizer whose rate differs by parameter. `lr_factors`: (regular expression, factor above 0)."""
 
     inner: Optimizer = field(default_factory=AdamW)
@@ -51,54 +52,6 @@ class ByPattern(Optimizer):
                     f"no trained parameter has {pattern!r} in its name: {nearest(pattern, list(names))}",
                     key="train.optimizer.by_pattern.lr_factors",
                 )
-
-    @property
-    def lr(self) -> float:
-        return self.inner.lr
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return self.inner.slots
-
-    @property
-    def by_element(self) -> bool:
-        return self.inner.by_element
-
-    @property
-    def by_parameter(self) -> bool:
-        return self.inner.by_parameter
-
-    @property
-    def can_start_local(self) -> bool:
-        return self.inner.can_start_local
-
-    @property
-    def sets_zeros(self) -> bool:
-        return self.inner.sets_zeros
-
-    @property
-    def remark(self) -> str:
-        return self.inner.remark
-
-    @property
-    def counts_each(self) -> bool:
-        return self.inner.counts_each
-
-    @property
-    def has_average(self) -> bool:
-        return self.inner.has_average
-
-    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
-        return self.inner.average(params, state)
-
-    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
-        return self.inner.flop(shapes)
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return self.inner.init(params)
-
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
-        return self.inner.init_rows(rows, shapes)
 
     def update(
         self,
@@ -129,12 +82,6 @@ class ByPattern(Optimizer):
     ) -> None:
         for factor, some in self._groups(params).items():
             self.inner.meet(some, chosen(some, moved), state, rates=factor * rates)
-
-    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        return self.inner.second_moments(state, step=step)
-
-    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
-        self.inner.learn(squares, state)
 
     def _groups(self, params: Mapping[str, Tensor]) -> dict[float, dict[str, Tensor]]:
         """Return the parameters by factor, in the order in which the factors first occur."""

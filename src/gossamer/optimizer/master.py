@@ -10,65 +10,28 @@ Good when: the model is held in bf16, where a step of less than 1/256 of a param
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Master(Optimizer):
+class Master(Wrapper):
     """An optimizer with float32 master weights, which `inner` updates in place of parameters in half types."""
 
     inner: Optimizer = field(default_factory=AdamW)
 
     @property
-    def lr(self) -> float:
-        return self.inner.lr
-
-    @property
-    def by_element(self) -> bool:
-        return self.inner.by_element
-
-    @property
-    def by_parameter(self) -> bool:
-        return self.inner.by_parameter
-
-    @property
-    def can_start_local(self) -> bool:
-        return self.inner.can_start_local
-
-    @property
-    def sets_zeros(self) -> bool:
-        return self.inner.sets_zeros
-
-    @property
-    def remark(self) -> str:
-        return self.inner.remark
-
-    @property
-    def counts_each(self) -> bool:
-        return self.inner.counts_each
-
-    @property
     def is_plain(self) -> bool:
         return self.inner.is_plain
-
-    @property
-    def has_average(self) -> bool:
-        return self.inner.has_average
-
-    def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
-        return self.inner.wants_vectors(params)
-
-    def see(self, vectors: Mapping[str, LayerVectors], state: OptimizerState) -> None:
-        self.inner.see(vectors, state)
 
     def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
         found = self.inner.average(_wide(params, params, state), state)
@@ -77,12 +40,6 @@ class Master(Optimizer):
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
-
-    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
-        return self.inner.flop(shapes)
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 
     def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
         wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in rows.items()}
@@ -124,12 +81,6 @@ class Master(Optimizer):
         self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
     ) -> None:
         self.inner.meet(_wide(params, moved, state), moved, state, rates=rates)
-
-    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        return self.inner.second_moments(state, step=step)
-
-    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
-        self.inner.learn(squares, state)
 
 
 def _wide(params: Mapping[str, Tensor], names: Iterable[str], state: OptimizerState) -> dict[str, Tensor]:

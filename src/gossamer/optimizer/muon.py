@@ -123,6 +123,10 @@ class Muon(Optimizer):
     def counts_each(self) -> bool:
         return self.rest.counts_each
 
+    @property
+    def sets_zeros(self) -> bool:
+        return self.rest.sets_zeros
+
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 

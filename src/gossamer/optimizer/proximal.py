@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.optimizer.by_pattern import ByPattern
 from gossamer.optimizer.muon import Muon
@@ -34,7 +35,7 @@ _KEY = "train.optimizer.proximal.parameters"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proximal(Optimizer):
+class Proximal(Wrapper):
     """An optimizer whose updates are followed by a proximal operator.
 
     `parameters`: regular expressions; the operator applies to parameters in whose name one is found, by default to
@@ -53,6 +54,13 @@ class Proximal(Optimizer):
                 do="take sgd or adamw; rates by parameter go around: {by_pattern: {inner: {proximal: ...}}}",
                 key="inner",
             )
+        if self.inner.has_average or not self.inner.by_parameter:
+            raise bad_input(
+                wanted="an inner optimizer that moves each parameter by its gradient to where it is evaluated",
+                got=type(self.inner).__name__,
+                do="take sgd or adamw: an average of sparse points is not sparse, nor is a step under one clip a rate",
+                key="inner",
+            )
         for pattern in self.parameters:
             try:
                 re.compile(pattern)
@@ -68,39 +76,12 @@ class Proximal(Optimizer):
                 )
 
     @property
-    def lr(self) -> float:
-        return self.inner.lr
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return self.inner.slots
-
-    @property
     def by_element(self) -> bool:
         return self.inner.by_element and self.operator.by_element
 
     @property
-    def by_parameter(self) -> bool:
-        return self.inner.by_parameter
-
-    @property
-    def can_start_local(self) -> bool:
-        return self.inner.can_start_local
-
-    @property
     def sets_zeros(self) -> bool:
         return True
-
-    @property
-    def remark(self) -> str:
-        return self.inner.remark
-
-    @property
-    def counts_each(self) -> bool:
-        return self.inner.counts_each
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return self.inner.init(params)
 
     def update(
         self,
@@ -125,17 +106,6 @@ class Proximal(Optimizer):
     ) -> None:
         self.inner.update_apart(params, grads, state, lr_scale=lr_scale, step=step)
         self._shrink(params, grads, self.lr * lr_scale)
-
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
-    ) -> None:
-        self.inner.meet(params, moved, state, rates=rates)
-
-    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        return self.inner.second_moments(state, step=step)
-
-    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
-        self.inner.learn(squares, state)
 
     @torch.no_grad()
     def _shrink(self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], rate: float) -> None:

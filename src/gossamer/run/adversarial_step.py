@@ -27,7 +27,7 @@ from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.recompute import BufferValues, copy_buffers, in_place_of, python_of
 from gossamer.pipeline.p2p import StageBoundary
 from gossamer.run.batches import MicroBatch, RankBatch
-from gossamer.run.step_algorithm import GradientStep, ReplayedSteps, StepAlgorithm, StepAttempt
+from gossamer.run.step_algorithm import ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.task import Task
 from gossamer.spec.config import AdversarialSection
@@ -209,7 +209,7 @@ def _kind(x: Tensor) -> str:
 class AdversarialStep(StepAlgorithm):
     """A step by backpropagation whose gradients are those of an AdversarialPart; it keeps the weights before it."""
 
-    inner: GradientStep
+    inner: StepAlgorithm
     state: AdversarialState
 
     def attempt(self, task: Task) -> StepAttempt:
@@ -228,3 +228,6 @@ class AdversarialStep(StepAlgorithm):
 
     def settle(self, done: int) -> None:
         self.inner.settle(done)
+
+    def close(self) -> None:
+        self.inner.close()

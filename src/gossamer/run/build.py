@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +44,7 @@ from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.step_vectors import StepVectors
 from gossamer.run.text_sampling import Logits, Sampler
+from gossamer.run.tiers import TieredStep, remarks_of, tiers_of
 from gossamer.run.time_limit import TimeLimit
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import TrainerServices
@@ -50,6 +52,7 @@ from gossamer.run.verify import Verifier
 from gossamer.run.watch import Watch
 from gossamer.run.zeroth_order_step import ZerothOrderStep
 from gossamer.sharding import LEVEL, RowPartition, ShardedOptimizer, ShardedParameters, UnshardOrder
+from gossamer.spec import records
 from gossamer.spec.config import TrainSection
 from gossamer.spec.errors import bad_input
 
@@ -101,13 +104,9 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     tied = TiedWeights.of(rank, levels, states.holdings)
     pieces = stages.pieces if adversarial is None else {0: adversarial}
     gradients = Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
-    step = GradientStep(
-        gradients=gradients,
-        states=states,
-        vectors=_vectors(given, rule, replica),
-        clip=config.train.max_grad_norm,
-    )
-    descent: StepAlgorithm = step if adversarial is None else AdversarialStep(inner=step, state=adversarial.state)
+    descent = _descent(given, gradients, states, _vectors(given, rule, replica))
+    if adversarial is not None:
+        descent = AdversarialStep(inner=descent, state=adversarial.state)
     if recipe.sync.probe is not None:
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
@@ -132,7 +131,7 @@ def _trainer(
         sampler=_sampler(parts, given.engine, stages.pipeline, given.pump),
         replica=replica,
         point=EvaluationPoint(apart=outer.apart, states=states, replica=replica, pump=given.pump),
-        shards_parameters=recipe.sharding.takes_parameters,
+        shards_parameters=recipe.sharding.takes_parameters or recipe.sharding.is_tiered,
         sink=around.sink,
         at=around.at,
     )
@@ -171,7 +170,10 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     sharding.check(given.levels)
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
-    shards = None if parts.walk is None else _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
+    tiers = tiers_of(parts, rule, exchange, given.rank) if sharding.is_tiered else None
+    shards = None
+    if parts.walk is not None and tiers is None:
+        shards = _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
     states = ShardedOptimizer.of(
         rule,
         params,
@@ -180,6 +182,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         holdings=holdings_of(parts, given.rank, given.levels),
         differences=sharding.differences,
         shards=shards,
+        tiers=tiers,
     )
     replica = sync.GradientReducer(
         params if together.probe is None else {},  # without gradients there is nothing to exchange
@@ -192,6 +195,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,
+        tiers=tiers,
     )
     return states, replica
 
@@ -246,6 +250,17 @@ def _feed(given: _Inputs, pipeline: Pipeline) -> Feed:
     pace = loop.pace(given.levels.groups["island"]) if loop is not None else sync.LocalStepSchedule()
     seed = parts.config.train.seed
     return Feed(parts.train, parts.plan, parts.plan.axes.place(given.rank)[0], seed, pipeline.batches, pace)
+
+
+def _descent(given: _Inputs, gradients: Gradients, states: ShardedOptimizer, vectors: StepVectors) -> StepAlgorithm:
+    """Return the step by backpropagation, with states in memory or in tiers; what is to be known of tiers is said."""
+    clip, around = given.parts.config.train.max_grad_norm, given.around
+    if states.tiers is None:
+        return GradientStep(gradients=gradients, states=states, vectors=vectors, clip=clip)
+    for level, message in remarks_of(given.parts, states.tiers):
+        around.sink(records.Event(level=level, message=message))
+    updates = partial(getattr, around.saver.progress, "updates")
+    return TieredStep(gradients=gradients, states=states, tiers=states.tiers, clip=clip, updates=updates)
 
 
 def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderRank, rate: float) -> ZerothOrderStep:

@@ -68,7 +68,8 @@ class CheckpointManager:
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
         pinned = self.watch.best.pinned if self.watch.best is not None else frozenset()
         patience: dict[str, Any] = {"patience_s": None} if last else {}
-        status = self._store.save(progress.step, pieces, meta, pinned=pinned, **patience)
+        staged = not self.contents.is_in_file
+        status = self._store.save(progress.step, pieces, meta, pinned=pinned, staged=staged, **patience)
         if status is SaveStatus.SKIPPED:
             said = "this checkpoint was skipped, as the one before it is still being written"
             self.sink(records.Event(level="warning", message=said, step=progress.step, rank=self.rank))

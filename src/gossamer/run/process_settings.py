@@ -15,7 +15,7 @@ def set_memory(sharding: Sharding) -> None:
 
     With sharded model states freed memory returns to the system; otherwise the process keeps it.
     """
-    if sharding.is_sharded:
+    if sharding.is_sharded or sharding.is_tiered:
         give_freed_memory_back()
     else:
         keep_freed_memory()

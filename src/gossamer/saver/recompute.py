@@ -21,7 +21,7 @@ from gossamer.saver import Installed, Saver, Site
 from gossamer.saver._recomputed_unit import RecomputedUnit
 from gossamer.spec.errors import bad_input
 from gossamer.spec.suggest import nearest
-from gossamer.spec.units import read_bytes
+from gossamer.spec.units import read_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class Recompute(Saver):
                 key="every",
             )
         if self.budget:
-            read_bytes(self.budget, key="budget")
+            read_size(self.budget, key="budget")
 
     @property
     def budget_bytes(self) -> int:
         """Return the budget in bytes; 0 for none."""
-        return read_bytes(self.budget, key="plan.savers.recompute.budget") if self.budget else 0
+        return read_size(self.budget, key="plan.savers.recompute.budget") if self.budget else 0
 
     @property
     def is_open(self) -> bool:

@@ -18,6 +18,10 @@ from gossamer.sharding._holding import ElementBytes, Holding, RowShard, bytes_of
 from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
+from gossamer.sharding._tier_layout import TierLayout
+from gossamer.sharding._tier_update import UpdateTerms
+from gossamer.sharding._tiered_parameters import smallest_device
+from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
@@ -33,15 +37,21 @@ __all__ = [
     "Sharding",
     "ShardedParameters",
     "ShardedOptimizer",
+    "TierLayout",
+    "TieredStates",
     "UnshardOrder",
+    "UpdateTerms",
     "build",
     "bytes_of",
     "gather_traffic",
     "holdings",
     "longest_message_numel",
     "names",
+    "read_tiers",
     "rows_of",
     "shapes_of",
+    "smallest_device",
+    "smallest_host",
     "trace_access",
 ]
 
@@ -65,6 +75,11 @@ class Sharding(ABC):
     @property
     def takes_parameters(self) -> bool:
         """Return whether a rank keeps only its own rows of the parameters, and unshards a unit to run it (ZeRO 3)."""
+        return False
+
+    @property
+    def is_tiered(self) -> bool:
+        """Return whether model states are in a file, and weights in memory only while their unit runs."""
         return False
 
     @property

@@ -22,6 +22,7 @@ from gossamer.sharding._holding import Holding
 from gossamer.sharding._reduce_scatter import most, packed, unpacked
 from gossamer.sharding._row_partition import RowPartition, RowRange
 from gossamer.sharding._sharded_parameters import ShardedParameters
+from gossamer.sharding._tiered_states import TieredStates
 
 _MAIN = "main"
 
@@ -35,7 +36,7 @@ class ShardedOptimizer:
     optimizer `rule` then updates float32 copies, the state `main`. The parameters are those that all ranks decode, on
     this rank too: so they are equal everywhere, and a compression error is part of the next difference. `shards`: the
     sharded parameters, where parameters are sharded too: after an update only their own rows are gathered, the others
-    when a unit runs.
+    when a unit runs. `tiers`: the states in a file, where they are there; then `held` has none.
     """
 
     rule: Optimizer
@@ -46,6 +47,7 @@ class ShardedOptimizer:
     differences: Codec | None
     held: OptimizerState
     shards: ShardedParameters | None = None
+    tiers: TieredStates | None = None
     skipped: dict[str, int] = field(default_factory=dict)  # parameter -> updates of the run without its gradient
 
     @staticmethod
@@ -58,8 +60,11 @@ class ShardedOptimizer:
         holdings: Mapping[str, Holding],
         differences: Codec | None,
         shards: ShardedParameters | None = None,
+        tiers: TieredStates | None = None,
     ) -> ShardedOptimizer:
         """Build the optimizer states of the rows that `rank` owns; it gathers the others as `deal` has them."""
+        if tiers is not None:
+            return ShardedOptimizer(rule, params, holdings, deal, rank, differences, {}, tiers=tiers)
         own = _own_of(holdings, _held(params, shards))
         if differences is not None:
             own = {n: view.float().clone() for n, view in own.items()}
@@ -143,6 +148,12 @@ class ShardedOptimizer:
     @property
     def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
         """Return the sharded parameters by name, trained or not: parameter (for its shape), own row range, own rows."""
+        if self.tiers is not None:
+            shapes = dict(self.tiers.parameters.module.named_parameters())
+            return {
+                n: (shapes[n], RowRange(0, one.shape[0] if one.shape else 1), one)
+                for n, one in self.tiers.weights().items()
+            }
         if self.shards is None:
             return {}
         own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())
@@ -152,14 +163,27 @@ class ShardedOptimizer:
         """Reshard all sharded parameters."""
         if self.shards is not None:
             self.shards.release()
+        if self.tiers is not None:
+            self.tiers.parameters.release()
 
     def leave(self) -> None:
         """Unshard all sharded parameters for good; all ranks must call it."""
         if self.shards is not None:
             self.shards.leave()
+        if self.tiers is not None:
+            self.tiers.leave()
+
+    def close(self) -> None:
+        """End what moves states between tiers, and remove their file."""
+        if self.tiers is not None:
+            self.tiers.close()
 
     def waited_s(self) -> float:
         """Return the seconds this rank waited for unsharding since the last call."""
+        if self.tiers is not None:
+            parameters = self.tiers.parameters
+            waited, parameters.exposed_s = parameters.exposed_s, 0.0
+            return waited
         if self.shards is None:
             return 0.0
         waited, self.shards.exposed_s = self.shards.exposed_s, 0.0
@@ -244,6 +268,9 @@ class ShardedOptimizer:
 
     def slots(self) -> Iterator[tuple[str, str, RowRange, Tensor]]:
         """Yield (slot, parameter, this rank's rows, tensor) of all optimizer states."""
+        if self.tiers is not None:
+            for name, slot, tensor in self.tiers.states():
+                yield slot, name, self.holdings[name].owned.rows, tensor
         for name, slots in self.held.items():
             for slot, tensor in slots.items():
                 yield slot, name, self.holdings[name].owned.rows, tensor

@@ -61,7 +61,7 @@ class ShardedParameters:
 
     def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._real.append((module, vars(module).get("forward")))
-        module.forward = _Wrapped(module.forward, run)  # type: ignore[method-assign]
+        module.forward = WrappedForward(module.forward, run)  # type: ignore[method-assign]
 
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's rows of every parameter by name, without parameters of which it has none."""
@@ -87,7 +87,7 @@ class ShardedParameters:
         if torch.is_grad_enabled():
             for one in tensors_of(output):  # but for what it was given and returns as it was
                 if one.grad_fn is not None and given.get(id(one)) is not one.grad_fn:
-                    for node in _nodes(one):
+                    for node in entry_nodes(one):
                         node.register_prehook(functools.partial(self._before_backward, index))
         return output
 
@@ -134,7 +134,7 @@ class ShardedParameters:
                 module.forward = before  # type: ignore[method-assign]
 
 
-def _nodes(output: Tensor) -> Iterator[Node]:
+def entry_nodes(output: Tensor) -> Iterator[Node]:
     """Yield the autograd nodes by which backward enters a unit.
 
     Changing a view in place afterwards drops the view's node, but keeps that of its base.
@@ -144,7 +144,7 @@ def _nodes(output: Tensor) -> Iterator[Node]:
             yield one.grad_fn
 
 
-class _Wrapped:
+class WrappedForward:
     """A forward wrapped by `run`."""
 
     def __init__(self, real: Callable[..., Any], run: Callable[..., Any]) -> None:
@@ -153,6 +153,12 @@ class _Wrapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(self.real, *args, **kwargs)
+
+
+def hollow(param: Tensor) -> Tensor:
+    """Return a tensor in place of a parameter that is not there: of its shape, backed by a single NaN."""
+    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
+    return torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
 
 
 @dataclass(slots=True)
@@ -204,8 +210,7 @@ class _UnshardedUnit:
     def _hollow(self) -> None:
         self.is_there = False
         for param in self.params.values():
-            nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
-            param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
+            param.data = hollow(param)
         for buffer in self.buffers:
             buffer.free()
 

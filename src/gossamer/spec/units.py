@@ -22,6 +22,18 @@ def show_gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kKMGT]?)(i?)B?\s*")
+
+
+def read_size(written: str | int, *, key: str = "") -> int:
+    """Parse a size into bytes: "4GiB" -> 4294967296, "500 MB" -> 500_000_000, 1024 -> 1024; raises BadInput."""
+    match = _SIZE.fullmatch(str(written))
+    if match is None or float(match.group(1)) <= 0:
+        raise bad_input(wanted="a size such as 500MB or 4GiB", got=repr(written), do="write number and unit", key=key)
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2).lower()]
+    return int(float(match.group(1)) * (1024 if match.group(3) else 1000) ** power)
+
+
 def show_seconds(seconds: float) -> str:
     """Return a duration as text: 0.0123 -> "12.3 ms"; 75 -> "1m15s"; 7500 -> "2h05m"."""
     if not math.isfinite(seconds):
@@ -57,18 +69,3 @@ def read_rate(text: str, *, key: str = "") -> float:
         raise bad_input(wanted="a rate such as 100mbit or 1gbit", got=repr(text), do="write number and unit", key=key)
     scale = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match.group(2).lower()]
     return float(match.group(1)) * scale / 8
-
-
-_BYTES = {
-    **{unit: 1000**power for power, unit in enumerate(("b", "kb", "mb", "gb", "tb"))},
-    **{unit: 1024**power for power, unit in enumerate(("b", "kib", "mib", "gib", "tib"))},
-}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]+)\s*")
-
-
-def read_bytes(text: str, *, key: str = "") -> int:
-    """Parse a memory size into bytes: "2GiB" -> 2147483648, "1.5 MB" -> 1500000; raises BadInput."""
-    match = _SIZE.fullmatch(text)
-    if match is None or match.group(2).lower() not in _BYTES:
-        raise bad_input(wanted="a size such as 2GiB or 500MB", got=repr(text), do="write number and unit", key=key)
-    return round(float(match.group(1)) * _BYTES[match.group(2).lower()])

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
-from gossamer.ops.norm import global_norm_squared
+from gossamer.ops.norm import global_norm_squared, squared_of
 from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
 from gossamer.sync._state_by_name import refilled, state_by_name
@@ -37,6 +37,7 @@ class BucketState:
     total: Tensor = field(default_factory=lambda: torch.zeros(()))  # of all numbers that this rank gave
     outcome: Outcome | None = None
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
+    norms: tuple[Tensor, Tensor] | None = None  # of the mean, where tiers have taken it (see ops.norm.row_norms)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -46,6 +47,7 @@ class BucketState:
     def open(self) -> None:
         """Wait for all gradients of a new step."""
         self.waits, self.sent, self.outcome, self.mean = len(self.layout.entries), False, None, None
+        self.norms = None
 
     def run(self, bucket: Bucket, method: Exchange, at: ExchangeContext) -> Rounds:
         """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step."""
@@ -127,12 +129,14 @@ class GradientBuckets:
         """Return the gradients by parameter name, in the order of the parameters.
 
         They are this rank's own until the exchange of their bucket has ended, then the mean; with sharding, only the
-        part that this rank owns.
+        part that this rank owns. Those that tiers have taken over are left out.
         """
         views = {name: view for s in self.slots for name, view in self._known(s)}
-        return {name: views[name] for name in self.params}
+        return {name: views[name] for name in self.params if name in views}
 
     def _known(self, slot: BucketState) -> Iterator[tuple[str, Tensor]]:
+        if slot.norms is not None:
+            return iter(())
         if slot.bucket is not None:
             return ((name, self._owned(name, view)) for name, view in slot.bucket.slices())
         assert slot.mean is not None, "gradients that are given back are there after `reduce`"
@@ -156,6 +160,9 @@ class GradientBuckets:
 
         In a local step each island counts its own.
         """
+        taken = [slot.norms for slot in self.slots if slot.norms is not None]  # of all or of none
+        if taken:
+            return squared_of(taken).item()
         elsewhere = self._elsewhere if level == "all" else frozenset()
         counted: list[Tensor] = []
         for slot in self.slots:

@@ -23,7 +23,7 @@ from gossamer.comm.comm_thread import CommStep, CommThread
 from gossamer.comm.message import ExchangeContext, ProcessGroups, sent_at
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
-from gossamer.sharding import Holding
+from gossamer.sharding import Holding, TieredStates
 from gossamer.sync._gradient_buckets import BucketState, GradientBuckets, buckets_of
 from gossamer.sync._step_gathers import StepGathers
 from gossamer.sync._step_vote import GradientReport, StepAgreement, StepContext, StepVote
@@ -45,8 +45,9 @@ class GradientReducer:
     buckets or these process groups.
 
     `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
-    as many buckets are pending as the order of messages needs, and backward waits for them. `keeps_sent`: keep a copy
-    of this rank's input to the exchange until the next step.
+    as many buckets are pending as the order of messages needs, and backward waits for them. `tiers`: of a rank that is
+    alone, what takes over each bucket as soon as it is full, and says when there is room for another. `keeps_sent`:
+    keep a copy of this rank's input to the exchange until the next step.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class GradientReducer:
         meets: str = "all",
         gives_back: bool = False,
         keeps_sent: bool = False,
+        tiers: TieredStates | None = None,
     ) -> None:
         self.meets, self._gives_back, self._keeps_sent = meets, gives_back, keeps_sent
+        self._tiers = tiers
         self.timing = Timing()
         self._pump = pump
         self._gathers = StepGathers(pump, self.timing)
@@ -186,7 +189,8 @@ class GradientReducer:
             levels = self._meeting_at(window.level)
             pairs = [(self._method(s.exchange, window.level), s.layout) for s in self._slots]
             self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
-        self._exchanging = self._pump.begin(self._rounds[window.level], self._turns)
+        rounds = self._rounds[window.level] if self._tiers is None else []  # alone: nothing to wait for in turn
+        self._exchanging = self._pump.begin(rounds, self._turns)
 
     def _meeting_at(self, level: str) -> ProcessGroups:
         """Return the process groups of an exchange among the ranks of `level` only."""
@@ -236,7 +240,7 @@ class GradientReducer:
         self._watching = False
 
     def _receive(self) -> None:
-        for index, slot in enumerate(self._slots):
+        for index, slot in enumerate(self._slots if self._tiers is None else ()):
             slot.receive(self._exchanging.result(index))
 
     def agree(self, vote: StepVote) -> StepAgreement:
@@ -288,7 +292,10 @@ class GradientReducer:
         """Return the bucket, allocated at its first gradient or before it is sent."""
         slot = self._slots[index]
         if slot.bucket is None:
-            self.timing.timed_wait(self._make_room)
+            if self._tiers is not None:
+                self._tiers.make_room(slot.layout)
+            else:
+                self.timing.timed_wait(self._make_room)
             slot.bucket = slot.layout.allocate()
             self._buckets.adopt(slot)
         return slot.bucket
@@ -325,6 +332,15 @@ class GradientReducer:
         # The cheapest test of all numbers, for `agree`: a non-finite mean does not show which rank caused it.
         if not (self._is_alone and slot.exchange.traits.lossless):
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
+        if self._tiers is not None:
+            if at.share != 1.0:
+                bucket.flat.mul_(at.share)
+            slot.norms = self._tiers.take(
+                slot.layout, bucket.flat, frozenset(e.name for e in slot.layout.entries) - self._touched
+            )
+            slot.bucket = None
+            self._buckets.adopt(slot)
+            return
         method = slot.run(bucket, self._method(slot.exchange, window.level), at)
         if self._gives_back:
             method = self._buckets.give_back(slot, method)

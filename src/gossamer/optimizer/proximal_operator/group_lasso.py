@@ -40,7 +40,8 @@ class GroupLasso(ProximalOperator):
 
     def penalty(self, x: Tensor) -> Tensor:
         groups = self._groups(x)
-        return self.strength * math.sqrt(groups.shape[1]) * groups.norm(dim=1)
+        found: Tensor = self.strength * math.sqrt(groups.shape[1]) * groups.norm(dim=1)
+        return found
 
     def prox(self, v: Tensor, step: float) -> Tensor:
         if not v.numel():

@@ -14,6 +14,7 @@ from gossamer.recipe.conflicts import (
     savers,
     sharding,
     sync,
+    tiers,
     verification,
 )
 from gossamer.recipe.conflicts.exchange import clipped
@@ -47,6 +48,7 @@ LAWS: tuple[Law, ...] = (
     savers.savers_with_each_other,
     savers.savers_with_layout,
     savers.recompute_with_stages,
+    tiers.tiers_alone,
     adaptation.policy_with_islands,
     sharding.sharding_with_optimizer,
     sharding.zeros_with_differences,

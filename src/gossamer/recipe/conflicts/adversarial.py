@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossamer.recipe.recipe import Recipe
+from gossamer.recipe.recipe import OPTIMIZER, Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
@@ -40,6 +40,14 @@ def adversarial_with_training(recipe: Recipe) -> BadInput | None:
     config = recipe.config
     if not config.train.adversarial.epsilon:
         return None
+    if not recipe.optimizer.by_parameter:
+        return bad_input(
+            wanted="an optimizer that follows gradients alone with adversarial training, where layers see their inputs "
+            "in three passes",
+            got=told(config.train.optimizer),
+            do="set train.optimizer to sgd or adamw, or " + _OFF,
+            key=OPTIMIZER,
+        )
     if config.train.precision == "fp16":
         return bad_input(
             wanted="fp32 or bf16 with adversarial training: gradients of inputs are not scaled, and vanish in fp16",

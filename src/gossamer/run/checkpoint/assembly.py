@@ -54,4 +54,4 @@ def contents_of(
         SavedWatch(watch),
         *([] if adversarial is None else [SavedAdversarial(adversarial)]),
     )
-    return CheckpointContents(components, members, holders)
+    return CheckpointContents(components, members, holders, is_in_file=states.tiers is not None)

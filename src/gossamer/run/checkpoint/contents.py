@@ -22,6 +22,7 @@ class CheckpointContents:
     components: tuple[Stateful, ...]
     members: Membership
     holders: ParameterHolders
+    is_in_file: bool = False  # whether tensors are mapped from a file, of which no copy in memory is made
 
     def __post_init__(self) -> None:
         """Raise ValueError where two components have the same prefix."""

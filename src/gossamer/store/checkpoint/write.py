@@ -98,19 +98,24 @@ class CheckpointWriter:
         *,
         patience_s: float | None = 1.0,
         pinned: frozenset[int] = frozenset(),
+        staged: bool = True,
     ) -> SaveStatus:
         """Copy `pieces` into staging and return; `poll` returns the result later. The tensors may be changed at once.
 
         While an earlier save is being written this waits up to `patience_s` seconds (None: until it is done), then
         skips this save and notifies the other ranks. Beside the newest checkpoints those of the `pinned` steps stay.
+        Not `staged`: write the tensors as they are, and return when they are written, without a copy in memory.
         Raises BadInput for a `meta` that is not plain JSON.
         """
         check_json(dict(meta))
         self._last_step = step
-        if not self._join(patience_s):
+        if not self._join(patience_s if staged else None):
             self._skip(step)
             return SaveStatus.SKIPPED
         began_s = time.perf_counter()
+        if not staged:
+            self._write(SaveAttempt(self._crew, step, pinned), list(pieces), dict(meta), 0.0)
+            return SaveStatus.STARTED
         copied = self._staging.copy(pieces)
         copy_s = time.perf_counter() - began_s
         name = f"gossamer-checkpoint-{step}"

@@ -1,0 +1,119 @@
+"""One run of benchmarks/savers/tiers.py: trains in this process and prints its figures as one JSON line.
+
+python _tiers_run.py '{"folder": ..., "blocks": ..., "width": ..., "steps": ..., "tiers": {...} or null, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    if asked["cgroup"]:  # before anything is imported: all of it counts
+        Path(asked["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+    print(json.dumps(run(asked)))
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    import gossamer
+    from gossamer.model.mapped_storage import mapped
+    from gossamer.run.allocator import give_freed_memory_back
+    from gossamer.sharding import TieredStates
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self, blocks: int, width: int) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, width)
+            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+            self.head = nn.Linear(width, 256, bias=False)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)  # activations are not in tiers
+            return self.head(x)
+
+    class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 256
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = (index + torch.arange(asked["sequence"]) * 3) % 256
+            return {"input_ids": ids, "labels": ids}
+
+    marks: list[dict[str, float]] = []
+    rate = {"rate": 0.0}
+    commit = TieredStates.commit
+
+    def marked(self: TieredStates, updates: int) -> None:
+        commit(self, updates)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        rate["rate"] = self.rate
+        rate["direct"] = float(self.file.is_direct)
+        rate["device_peak"], rate["host_peak"] = self.limits.device.peak, self.limits.host.peak
+        rate["file_bytes"] = self.layout.size_bytes
+        marks.append(
+            {
+                "at": time.perf_counter(),
+                "cpu": used.ru_utime,
+                "system": used.ru_stime,
+                "active": self.updater.active_s,
+                "waited": self.waited_s,
+                "bytes": self.updater.moved_bytes + self.parameters.read_bytes,
+            }
+        )
+
+    TieredStates.commit = marked  # type: ignore[method-assign]
+    give_freed_memory_back()  # as a worker does: a heap with holes of a model that was built in it fills them all
+    os.environ["TMPDIR"] = asked["folder"]
+    torch.manual_seed(0)
+    with mapped(asked["resident"]):
+        module = Model(asked["blocks"], asked["width"])
+    parameters = sum(p.numel() for p in module.parameters())
+    sharding: Any = "none" if asked["tiers"] is None else {"tiers": asked["tiers"]}
+    config = {
+        "run": {"directory": asked["folder"] + "/runs", "display": "quiet"},
+        "data": {"sequence": asked["sequence"]},
+        "train": {
+            "steps": asked["steps"],
+            "batch": asked["batch"],
+            "precision": "fp32",
+            "max_grad_norm": asked["clip"],
+            "evaluate_every": 0,
+            "checkpoint_every": 0,
+        },
+        "plan": {"sharding": sharding},
+        "machines": {"threads": asked["threads"]},
+    }
+    done = gossamer.train(module, Tokens(), config)
+    return {
+        "parameters": parameters,
+        "losses": done.losses.tolist(),
+        "marks": marks,
+        "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **rate,
+    }
+
+
+if __name__ == "__main__":
+    main()

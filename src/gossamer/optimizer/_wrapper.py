@@ -1,0 +1,83 @@
+"""Wrapper: an optimizer around another one, of which it changes a part and hands on all the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
+
+
+class Wrapper(Optimizer):
+    """An optimizer whose states are those of `inner`; what a subclass does not override is the inner optimizer's."""
+
+    inner: Optimizer
+
+    @property
+    def lr(self) -> float:
+        return self.inner.lr
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return self.inner.slots
+
+    @property
+    def by_element(self) -> bool:
+        return self.inner.by_element
+
+    @property
+    def by_parameter(self) -> bool:
+        return self.inner.by_parameter
+
+    @property
+    def can_start_local(self) -> bool:
+        return self.inner.can_start_local
+
+    @property
+    def remark(self) -> str:
+        return self.inner.remark
+
+    @property
+    def counts_each(self) -> bool:
+        return self.inner.counts_each
+
+    @property
+    def has_average(self) -> bool:
+        return self.inner.has_average
+
+    def average(self, params: Mapping[str, Tensor], state: OptimizerState) -> Mapping[str, Tensor]:
+        return self.inner.average(params, state)
+
+    @property
+    def sets_zeros(self) -> bool:
+        return self.inner.sets_zeros
+
+    def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
+        return self.inner.flop(shapes)
+
+    def check(self, names: Collection[str]) -> None:
+        self.inner.check(names)
+
+    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
+        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
+
+    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+        return self.inner.init_rows(rows, shapes)
+
+    def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
+        return self.inner.wants_vectors(params)
+
+    def see(self, vectors: Mapping[str, LayerVectors], state: OptimizerState) -> None:
+        self.inner.see(vectors, state)
+
+    def meet(
+        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
+    ) -> None:
+        self.inner.meet(params, moved, state, rates=rates)
+
+    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
+        return self.inner.second_moments(state, step=step)
+
+    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
+        self.inner.learn(squares, state)

@@ -1,0 +1,157 @@
+"""Training with states in tiers: what is checked before the first step, and the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from gossamer.exchange import Exchange
+from gossamer.optimizer import Optimizer
+from gossamer.run.checkpoint import trainable
+from gossamer.run.parts import Parts
+from gossamer.run.step_algorithm import Gradients, ReplayedSteps, StepAlgorithm, StepAttempt
+from gossamer.run.task import Task
+from gossamer.sharding import (
+    ShardedOptimizer,
+    TieredStates,
+    TierLayout,
+    UpdateTerms,
+    smallest_device,
+    smallest_host,
+)
+from gossamer.sharding.tiers import Tiers
+from gossamer.spec.errors import bad_input
+from gossamer.spec.units import show_bytes, show_seconds
+from gossamer.store.tier_file import file_system, free_bytes, is_far
+from gossamer.sync import StepAgreement, StepVote, buckets_of
+
+_WINDOWS = 3  # one is read, one updated, one written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TieredStep(StepAlgorithm):
+    """A step by backpropagation whose gradients go to tiers as they are made.
+
+    Without clipping each bucket is updated beside backward. With it the update follows, when the norm is known.
+    `updates`: returns the number of updates made before.
+    """
+
+    gradients: Gradients
+    states: ShardedOptimizer
+    tiers: TieredStates
+    clip: float
+    updates: Callable[[], int]
+
+    def attempt(self, task: Task) -> StepAttempt:
+        self.tiers.begin(self._terms(task, self.updates()))
+        work = self.gradients.attempt(task)
+        return StepAttempt(StepVote(work.loss(), speaks=work.speaks), work.compute_s)
+
+    def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:
+        replica = self.gradients.replica
+        replica.commit()
+        if not self.tiers.is_hidden:
+            scale = self.clip / (agreement.norm + 1e-6) if self.clip and agreement.norm > self.clip else 1.0
+            self.tiers.update(self._terms(task, updates, scale), agreement.idle)
+        self.tiers.commit(updates + 1)
+        self.states.missed(agreement.idle)
+
+    def _terms(self, task: Task, updates: int, scale: float = 1.0) -> UpdateTerms:
+        skipped = dict(self.states.skipped) if self.states.rule.counts_each else {}
+        return UpdateTerms(task.window.lr, updates, scale, skipped)
+
+    def reject(self, task: Task) -> None:
+        self.tiers.reject()
+        self.gradients.replica.reject()
+
+    def begin(self, done: int, until: int) -> ReplayedSteps:
+        self.tiers.settle(self.updates())  # what a checkpoint has restored counts
+        return ReplayedSteps()  # gradients are not kept
+
+    def settle(self, done: int) -> None:
+        """Do nothing: what a step has committed is in the file."""
+
+    def close(self) -> None:
+        """Do nothing: the tiers are closed with the states that they hold."""
+
+
+def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], rank: int) -> TieredStates:
+    """Put the states of a rank into tiers. Raises BadInput, before anything is moved, for a limit that no step fits."""
+    sharding, walk, config = parts.recipe.sharding, parts.walk, parts.config
+    assert isinstance(sharding, Tiers) and walk is not None
+    if parts.device.type != "cpu":
+        raise bad_input(
+            wanted="a model on the CPU, with model states in tiers",
+            got=f"a model on {parts.device.type}",
+            do='hide the devices (CUDA_VISIBLE_DEVICES=""), or leave plan.sharding at none',
+            key="plan.sharding",
+        )
+    trained = trainable(parts.module)
+    cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
+    names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
+    is_hidden = not config.train.max_grad_norm
+    params = dict(parts.module.named_parameters())
+    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden)
+    least_host = smallest_host(layout, walk, names, microbatches=max(parts.plan.microbatches))
+    limits = sharding.limits
+    _check("device", smallest_device(walk), limits.device.limit, "the weights of the largest unit, and those outside")
+    _check("host", least_host, limits.host.limit, "buffers, and the gradients that are open at once")
+    _check("file", layout.size_bytes, limits.file.limit, "weights and optimizer states, twice, and gradients")
+    there = sharding.folder / f"rank-{rank:05d}.tier"
+    room = free_bytes(sharding.folder) + (there.stat().st_blocks * 512 if there.exists() else 0)
+    if layout.size_bytes > room:
+        raise bad_input(
+            wanted=f"{show_bytes(layout.size_bytes)} for the states of the model in {sharding.folder}",
+            got=f"{show_bytes(room)} free",
+            do="free space there, or give a directory on a larger disk",
+            key="plan.sharding.tiers.directory",
+        )
+    more = (limits.host.limit - least_host) // max(1, layout.window_bytes)
+    return TieredStates.of(
+        rule,
+        parts.module,
+        walk,
+        layout,
+        limits,
+        folder=sharding.folder,
+        rank=rank,
+        windows=min(_WINDOWS, 1 + more),
+        is_hidden=is_hidden,
+    )
+
+
+def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
+    """Yield (level, message) of what is to be known before: bytes of a step, rate, what is not hidden."""
+    sharding, times = parts.recipe.sharding, 2 * max(parts.plan.microbatches)
+    assert isinstance(sharding, Tiers) and parts.walk is not None
+    inside = {name for unit in parts.walk.units for name in unit.names}
+    reads = {name: times if name in inside else 1 for group in tiers.layout.groups for name in group.names}
+    read, written = tiers.layout.step_bytes(reads)
+    way = "past the page cache (O_DIRECT)" if tiers.file.is_direct else "through the page cache, and dropped from it"
+    yield (
+        "info",
+        f"tiers: a step reads at most {show_bytes(read)} and writes {show_bytes(written)} {way}: at "
+        f"{show_bytes(tiers.rate)}/s, as measured, {show_seconds((read + written) / tiers.rate)}",
+    )
+    if not tiers.is_hidden:
+        yield (
+            "info",
+            "tiers: train.max_grad_norm needs the norm of all gradients, so updates follow backward and nothing of "
+            "them is hidden; with max_grad_norm 0 they run beside it",
+        )
+    if is_far(kind := file_system(sharding.folder)):
+        yield (
+            "warning",
+            f"tiers: {sharding.folder} is on a network file system ({kind}): each step waits for the network, and "
+            "a crash may lose what it has not written; give a directory on a disk of this machine",
+        )
+
+
+def _check(tier: str, needed: int, limit: int, what: str) -> None:
+    if needed > limit:
+        raise bad_input(
+            wanted=f"at least {needed} bytes ({show_bytes(needed)}) for {what}",
+            got=f"{limit} bytes",
+            do=f"set {tier} to {needed} or more",
+            key=f"plan.sharding.tiers.{tier}",
+        )

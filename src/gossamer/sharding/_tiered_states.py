@@ -1,0 +1,270 @@
+"""The states of a rank in tiers: weights in memory while their unit runs, all else in a file, updated group by group.
+
+A step is a transaction here too. An update writes the record of a group that does not count; `commit` makes what was
+written durable and switches the journal to it. A step that is rejected, or a crash, leaves the records as they were.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.comm.bucket import Layout
+from gossamer.ops.norm import row_norms
+from gossamer.optimizer import Optimizer
+from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
+from gossamer.sharding._tier_limits import TierLimits
+from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
+from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
+from gossamer.sharding._unshard_order import UnshardOrder
+from gossamer.spec.errors import RunFailed
+from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
+
+_STUCK_S = 10.0  # without an update under way: nobody will give memory back
+
+
+@dataclass(slots=True)
+class TieredStates:
+    """Weights, gradients and optimizer states of one rank in a file, with what moves them.
+
+    `is_hidden`: whether groups are updated while backward goes on; else when all gradients of the step are known.
+    """
+
+    layout: TierLayout
+    limits: TierLimits
+    file: TierFile
+    journal: TierJournal
+    parameters: TieredParameters
+    updater: TierUpdater
+    is_hidden: bool
+    records: list[int]  # by group: the record that counts
+    rate: float  # bytes per second of the file, reads and writes together, measured before the first step
+    is_closed: bool = False
+    waited_s: float = 0.0  # seconds that steps waited for updates to end
+    _of_name: dict[str, int] = field(default_factory=dict)
+    _idle: dict[int, frozenset[str]] = field(default_factory=dict)  # of this step, by group
+    _terms: UpdateTerms | None = None
+
+    @staticmethod
+    def of(
+        rule: Optimizer,
+        module: nn.Module,
+        walk: UnshardOrder,
+        layout: TierLayout,
+        limits: TierLimits,
+        *,
+        folder: Path,
+        rank: int,
+        windows: int,
+        is_hidden: bool,
+    ) -> TieredStates:
+        """Write the parameters of `module` and the first states to a file, and take them out of memory."""
+        path = folder / f"rank-{rank:05d}.tier"
+        limits.file.take(layout.size_bytes)
+        limits.host.take(STAGING_BYTES)
+        journal = TierJournal(path.with_suffix(".json"))
+        file = TierFile.create(path, layout.size_bytes)
+        journal.remove()  # from here on the file holds no consistent state, until the first one is written
+        rate = mixed_rate(file)
+        TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
+        params = dict(module.named_parameters())
+        for group in layout.groups:
+            _write_first(group, params, rule, file)
+        of_name = {name: i for i, group in enumerate(layout.groups) for name in group.names}
+        records = [0] * len(layout.groups)
+        weights = {name: one for group in layout.groups for name, one in group.weights.items()}
+
+        def offset_of(name: str) -> int:
+            index = of_name[name]
+            return layout.groups[index].starts[records[index]] + weights[name].start
+
+        parameters = TieredParameters.of(module, walk, file, offset_of, limits.device)
+        updater = TierUpdater(rule, layout, file, limits.host, windows)
+        found = TieredStates(
+            layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
+        )
+        updater.start()
+        found.settle(0)
+        return found
+
+    def begin(self, terms: UpdateTerms) -> None:
+        """Begin an attempt at a step; `terms` are those of its update if it takes place beside backward."""
+        self.updater.begin()
+        self._idle, self._terms = {}, terms
+
+    def make_room(self, layout: Layout) -> None:
+        """Count a gradient buffer that is about to be allocated, when updates have made room for it."""
+        began = time.perf_counter()
+
+        def failed() -> None:
+            self.updater.check()
+            if self.updater.is_idle and time.perf_counter() - max(began, self.updater.idle_since) > _STUCK_S:
+                host = self.limits.host
+                raise RunFailed(
+                    f"the gradients of this step are open in another order than in the trace before the first one, and "
+                    f"{layout.nbytes} more bytes do not fit the {host.limit} of plan.sharding.tiers.host, of which "
+                    f"{host.used} are in use: set host to {host.used + layout.nbytes} or more"
+                )
+
+        self.limits.host.take_in_turn(layout.nbytes, failed)
+        self.waited_s += time.perf_counter() - began
+
+    def take(self, layout: Layout, mean: Tensor, idle: Collection[str]) -> tuple[Tensor, Tensor]:
+        """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
+        index = self._of_name[layout.entries[0].name]
+        group, norms = self.layout.groups[index], row_norms(mean, self.layout.norm_dtype)
+        self._idle[index] = frozenset(idle)
+        if self.is_hidden:
+            assert self._terms is not None
+            self._submit(index, mean, self._terms)
+        else:
+            self.updater.keep(group, mean)
+        return norms
+
+    def update(self, terms: UpdateTerms, idle: Collection[str]) -> None:
+        """Update all groups, whose gradients are in the file; `idle`: parameters without a gradient on any rank."""
+        self._idle = {index: frozenset(idle) for index in self._idle}
+        for index in self._idle:
+            self._submit(index, None, terms)
+
+    def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
+        group, idle = self.layout.groups[index], self._idle[index]
+        if idle >= set(group.names):  # nothing of it moves
+            if gradient is not None:
+                self.limits.host.give(group.gradient_bytes)
+            return
+        self.updater.submit(group, self.records[index], gradient, idle, terms)
+
+    def commit(self, updates: int) -> None:
+        """Make the step count: wait for its updates, make them durable, and switch the journal to them."""
+        began = time.perf_counter()
+        self.updater.wait()
+        for index in self.updater.written:
+            self.records[index] = 1 - self.records[index]
+        self.updater.written.clear()
+        self.settle(updates)
+        self.waited_s += time.perf_counter() - began
+        self.parameters.release()
+
+    def reject(self) -> None:
+        """Leave the records as they were."""
+        self.updater.wait()
+        self.updater.written.clear()
+        self.parameters.release()
+
+    def settle(self, updates: int) -> None:
+        """Make what counts durable, and write the journal: the state after so many updates."""
+        self.file.settle()
+        self.journal.write({"updates": updates, "records": self.records})
+
+    def mapped(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (parameter, slot, tensor) of all that counts; its memory is the file's, read when it is touched."""
+        for group, record in zip(self.layout.groups, self.records, strict=True):
+            for one in group.tensors:
+                at = group.starts[record] + one.start
+                yield one.name, one.slot, self.file.mapped(at, one.shape, one.dtype)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all weights that count, mapped."""
+        return {name: one for name, slot, one in self.mapped() if slot == WEIGHT}
+
+    def states(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (parameter, slot, tensor) of all optimizer states that count, mapped."""
+        return ((name, slot, one) for name, slot, one in self.mapped() if slot != WEIGHT)
+
+    def leave(self) -> None:
+        """Back the module's parameters by the file, and let the file go with them."""
+        self.updater.wait()
+        self.parameters.leave(self.weights())
+        self.close()
+
+    def close(self) -> None:
+        """End the threads and remove the file; what is mapped stays as long as it is used."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.updater.close()
+        self.parameters.close()
+        self.journal.remove()
+        _layout_file(self.file.path).unlink(missing_ok=True)
+        self.file.path.unlink(missing_ok=True)
+        self.file.close()
+
+
+def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], Tensor]]:
+    """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
+
+    The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no state.
+    """
+    path = folder / f"rank-{rank:05d}.tier"
+    said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
+    found = {}
+    for group, record in zip(groups, said["records"], strict=True):
+        for name, slot, shape, dtype, start in group["tensors"]:
+            at, kind = group["starts"][record] + start, getattr(torch, dtype)
+            found[name, slot] = mapped_tensor(path, at, tuple(shape), kind)
+    return said["updates"], found
+
+
+def _layout_file(path: Path) -> Path:
+    return path.with_suffix(".layout.json")
+
+
+def _told(group: TierGroup) -> dict[str, Any]:
+    """Return where the tensors of a group lie, for who reads the file without the run."""
+    tensors = [[t.name, t.slot, list(t.shape), str(t.dtype).removeprefix("torch."), t.start] for t in group.tensors]
+    return {"starts": list(group.starts), "tensors": tensors}
+
+
+def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile) -> None:
+    """Write the first record of a group, some tensors at a time."""
+    given = {name: params[name].detach() for name in group.names}
+    for name in group.names:
+        states = rule.init({name: given[name]})[name] if not group.is_frozen else {}
+        for one in group.tensors:
+            if one.name == name and one.nbytes:
+                _write_tensor(
+                    file, group.starts[0] + one.start, given[name] if one.slot == WEIGHT else states[one.slot]
+                )
+
+
+def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    buffer = page_buffer(STAGING_BYTES)
+    for at in range(0, len(data), STAGING_BYTES):
+        part = data[at : at + STAGING_BYTES]
+        whole = -(-len(part) // 4096) * 4096
+        buffer[: len(part)].copy_(part)
+        file.write(offset + at, buffer[:whole])
+
+
+def smallest_host(
+    layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
+) -> int:
+    """Return the least bytes of buffers that a step needs: staging, a window, and the gradients that are open at once.
+
+    The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
+    open from the start on, and with several micro-batches all are, until the last of them.
+    """
+    sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
+    if microbatches > 1:
+        return STAGING_BYTES + layout.window_bytes + sum(sizes.values())
+    left = [set(names) for names in gradients]
+    groups = [frozenset(names) for names in gradients]
+    loose = walk.always.names
+    is_open = {i for i, names in enumerate(groups) if names & loose}
+    most = sum(sizes[groups[i]] for i in is_open)
+    for unit in reversed(walk.units):
+        is_open |= {i for i, names in enumerate(groups) if names & unit.names}
+        most = max(most, sum(sizes[groups[i]] for i in is_open))
+        for i in list(is_open):
+            left[i] -= unit.names
+            if not left[i]:
+                is_open.discard(i)
+    return STAGING_BYTES + layout.window_bytes + most

@@ -1,0 +1,79 @@
+"""Tiers: weights are in memory while their unit runs; gradients, optimizer states and all other weights are in a file.
+
+Equations: those of `none`, bit for bit.
+Order:   as traced in the first step, and anew when it changes. Before unit i runs, forward or backward, its weights are
+read, and those of the units that follow are read ahead as far as `device` allows. A bucket of gradients goes to its
+update as soon as it is full: a thread reads the next bucket's weights and states, one updates, one writes the last,
+while backward goes on. With train.max_grad_norm an update needs the norm of all gradients: they go to the file, and the
+update follows backward, where nothing hides it.
+State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: a staging
+buffer, up to 3 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights
+and states twice, so that an update never overwrites what counts: a step that is rejected or cut short by a crash leaves
+the last one. With AdamW in float32 24 bytes per parameter, and 4 for gradients with clipping.
+Traffic: per step and parameter 8 bytes of weights (forward and backward), 12 read and 12 written by the update.
+Limits:  device, host and file are hard: each allocation of model states is counted and checked. One that no step fits
+is refused before the first step, with the smallest that works. Activations are not moved: combine with fewer rows.
+Good when: the states exceed the memory, and there is a disk; a step takes its bytes at the rate of that disk.
+Paper:   Rajbhandari et al., ZeRO-Infinity, SC 2021, arXiv 2104.07857 (prefetch by a traced order, streamed update);
+Liao et al., Fuyou, arXiv 2403.06504 (update of a layer during backward without staleness, delayed write-back).
+Unlike the papers: two records of each bucket instead of one updated in place; the update is in threads of the rank, not
+in a process of its own; no tiling of large layers; activations are neither moved nor chosen by a cost model.
+Not for: stages, islands, several replicas, adapters, CUDA devices: these are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gossamer.comm.message import ProcessGroups
+from gossamer.exchange import Exchange
+from gossamer.sharding import Sharding
+from gossamer.sharding._tier_limits import TierLimits
+from gossamer.spec.units import read_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers(Sharding):
+    """Model states in memory tiers. `device`, `host`, `file`: the most bytes of each, such as 4GiB.
+
+    `directory`: where the file is; it must be on a disk of this machine.
+    """
+
+    device: str | int
+    host: str | int
+    file: str | int
+    directory: str
+
+    def __post_init__(self) -> None:
+        _ = self.limits
+
+    @property
+    def limits(self) -> TierLimits:
+        """Return the accounts of a rank, with nothing in use."""
+        device, host, file = (read_size(getattr(self, one), key=one) for one in ("device", "host", "file"))
+        return TierLimits.of(device=device, host=host, file=file)
+
+    @property
+    def folder(self) -> Path:
+        """Return the directory of the file."""
+        return Path(self.directory).expanduser()
+
+    @property
+    def is_sharded(self) -> bool:
+        return False
+
+    @property
+    def gives_back(self) -> bool:
+        return True
+
+    @property
+    def is_tiered(self) -> bool:
+        return True
+
+    def path(self, levels: ProcessGroups) -> tuple[str, ...]:
+        return ()
+
+    def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
+        return given

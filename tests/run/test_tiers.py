@@ -1,0 +1,97 @@
+"""Model states in tiers, as whole runs: what plain training computes, bit for bit, with the states in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
+from pool import Pool
+
+LIMITS = {"device": "64MB", "host": "64MB", "file": "64MB"}
+
+
+def sections(folder: Path, *, clip: float, tiers: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
+    limits = {**LIMITS, "directory": str(folder / "tiers"), **(tiers or {})}
+    return {"plan": {"sharding": {"tiers": limits}}, "train": {"max_grad_norm": clip, **train}}
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "run" / "records.jsonl").read_text().splitlines()
+    return [one for one in map(json.loads, lines) if one["kind"] == kind]
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of the newest checkpoint."""
+    there = folder / "run" / "checkpoints"
+    found = open_checkpoint(there, max(list_checkpoints(there)))
+    return {name: found.read(name) for name in found.names() if not name.startswith("rng/")}
+
+
+def same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    assert ours.keys() == plain.keys()
+    for name, one in plain.items():
+        assert one.dtype == ours[name].dtype
+        assert torch.equal(ours[name], one), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["small", "habits", "branches", "thin", "halves", "sometimes"])
+def test_it_is_plain_training(pool: Pool, tmp_path: Path, kind: str, clip: float) -> None:
+    """Weights, losses, norms and optimizer states: clipped or not, tied weights, unused ones, 0-dim ones, half types,
+    recomputed blocks, another order of the units in a later step.
+    """
+    given = {"steps": 5, "kind": kind, "dropout": 0.1}
+    ours = pool.run("run.jobs:train", 1, folder=str(tmp_path / "a"), sections=sections(tmp_path, clip=clip), **given)
+    asked = {"train": {"max_grad_norm": clip}}
+    plain = pool.run("run.jobs:train", 1, folder=str(tmp_path / "b"), sections=asked, **given)
+    assert ours[0]["digest"] == plain[0]["digest"]
+    steps = [[(one["loss"], one["grad_norm"]) for one in records(tmp_path / side, "step")] for side in "ab"]
+    assert steps[0] == steps[1]
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+    assert list((tmp_path / "tiers").iterdir()) == []  # the file goes with the run
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_rejected_steps_evaluations_and_micro_batches(pool: Pool, tmp_path: Path, clip: float) -> None:
+    """A step that is skipped moves nothing, though some of its updates were written."""
+    more = {"batch": 8, "accumulate": 2, "evaluate_every": 2, "on_nonfinite": "skip"}
+    given = {"steps": 6, "bad": 17}
+    ours, plain = (
+        pool.run("run.jobs:train", 1, folder=str(tmp_path / side), sections=asked, **given)[0]
+        for side, asked in (
+            ("a", sections(tmp_path, clip=clip, **more)),
+            ("b", {"train": {"max_grad_norm": clip, **more}}),
+        )
+    )
+    assert ours["digest"] == plain["digest"]
+    said = [[one["message"] for one in records(tmp_path / side, "event")] for side in "ab"]
+    rejected = [[one for one in each if "no parameter moved" in one] for each in said]
+    assert rejected[0] == rejected[1] != []
+    losses = [[one["loss"] for one in records(tmp_path / side, "evaluation")] for side in "ab"]
+    assert losses[0] == losses[1] != []
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+
+
+def test_a_stopped_run_goes_on_with_tiers_and_without(pool: Pool, tmp_path: Path) -> None:
+    tiered, plain = sections(tmp_path, clip=0.0), {"train": {"max_grad_norm": 0.0}}
+    whole = pool.run("run.jobs:train", 1, folder=str(tmp_path / "whole"), sections=plain, steps=6)[0]["digest"]
+    for first, second in ((tiered, tiered), (tiered, plain), (plain, tiered)):
+        folder = tmp_path / f"{first is tiered}{second is tiered}"
+        pool.run("run.jobs:train", 1, folder=str(folder), sections=first, steps=6, until=3)
+        given = {"folder": str(folder), "sections": second, "steps": 6, "resume": True, "fresh_plan": True}
+        assert pool.run("run.jobs:train", 1, **given)[0]["digest"] == whole
+
+
+def test_what_a_step_moves_and_at_which_rate_is_said_before(pool: Pool, tmp_path: Path) -> None:
+    for clip, hidden in ((0.0, False), (0.5, True)):
+        folder = tmp_path / str(clip)
+        pool.run("run.jobs:train", 1, folder=str(folder), sections=sections(folder, clip=clip), steps=1)
+        said = [one["message"] for one in records(folder, "event") if one["message"].startswith("tiers: ")]
+        assert "as measured" in said[0]
+        assert any("nothing of them is hidden" in one for one in said) is hidden

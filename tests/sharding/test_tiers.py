@@ -1,0 +1,223 @@
+"""Model states in tiers: limits, bad input, what a killed run leaves, and bytes that are known before."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import gossamer
+from gossamer import sharding
+from gossamer.partition.plan_file import make_plan
+from gossamer.sharding import TieredStates, TierLayout, read_tiers
+from gossamer.sharding._tier_limits import TierAccount
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, CheckpointMismatch
+from gossamer.spec.units import read_size
+from gossamer.store.checkpoint import open_checkpoint
+from gossamer.store.tier_file import PAGE, TierFile, TierJournal, file_system, is_far, page_buffer
+
+WIDTH = 256
+
+
+class Blocks(nn.Module):
+    """Blocks of 256 KiB each, so that there are several buckets. A forward in training may be the last: `die_in`."""
+
+    def __init__(self, die_in: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(24))
+        self.head = nn.Linear(WIDTH, 32)
+        self.die_in, self.forwards = die_in, 0
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for i, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x))
+            if i == 4 and torch.is_grad_enabled() and self.training:
+                self.forwards += 1
+                if self.forwards == self.die_in:
+                    x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # in the middle of backward
+        return self.head(x)
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = (index + torch.arange(9)) % 32
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(autouse=True)
+def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs set the allocator by this variable."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", os.environ.get("THP_MEM_ALLOC_ENABLE", "0"))
+
+
+def trained(folder: Path, module: nn.Module, limits: dict[str, Any] | None, **train: Any) -> dict[str, Any]:
+    written = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
+    steps = {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0, **train}
+    run = {"directory": str(folder / "runs"), "display": "quiet"}
+    config = {"run": run, "data": {"sequence": 9}, "train": steps, "plan": {"sharding": written}}
+    config = {**config, "machines": {"threads": 1}}
+    done = gossamer.train(module, Tokens(), config)
+    return {**done, "directory": str(done.run.path)}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_the_smallest_limits_work_and_one_byte_less_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float
+) -> None:
+    """Each is named by the refusal of less, and no account exceeds it. The bytes that a step reads are as planned."""
+    seen: list[TieredStates] = []
+    close = TieredStates.close
+    monkeypatch.setattr(TieredStates, "close", lambda self: (seen.append(self), close(self))[1])
+    limits = {"device": "1", "host": "1", "file": "1"}
+    for tier in limits:
+        with pytest.raises(BadInput, match=f"tiers.{tier}") as refused:
+            trained(tmp_path, Blocks(), limits, max_grad_norm=clip)
+        found = re.search(rf"set {tier} to (\d+)", str(refused.value))
+        assert found is not None
+        limits[tier] = found.group(1)
+    assert not (tmp_path / "tiers").exists()  # refused before anything is written
+    ours, plain = Blocks(), Blocks()
+    trained(tmp_path, ours, limits, max_grad_norm=clip)
+    trained(tmp_path, plain, None, max_grad_norm=clip)
+    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    used = seen[-1].limits
+    assert used.device.peak <= used.device.limit < sum(p.nbytes for p in plain.parameters()) // 4
+    assert used.host.peak <= used.host.limit
+    assert used.file.peak == used.file.limit
+    assert len(seen[-1].layout.trained) > 3
+    read, written = seen[-1].layout.step_bytes({})
+    assert seen[-1].updater.moved_bytes == 3 * (read + written)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals and direct reads as on Linux")
+def test_a_run_that_is_killed_leaves_the_state_after_its_last_step(tmp_path: Path) -> None:
+    """In its third step, when the last blocks are updated already: what is left is the state after two."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path; from sharding import test_tiers as t\n"
+        "t.trained(Path(sys.argv[1]), t.Blocks(die_in=3), dict(device='64MB', host='64MB', file='64MB'), steps=9)"
+    )
+    tests = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), tests], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    updates, left = read_tiers(tmp_path / "tiers")
+    assert updates == 2
+    plain = Blocks()
+    run = trained(tmp_path / "plain", plain, None, steps=9, checkpoint_every=1, keep_checkpoints=9)
+    known = open_checkpoint(Path(run["directory"]) / "checkpoints", updates)
+    assert len(left) == 3 * len(list(plain.parameters()))
+    for (name, slot), one in left.items():
+        assert torch.equal(one, known.read(f"optim/{slot}/{name}" if slot else f"model/{name}")), name
+    with pytest.raises(CheckpointMismatch, match="no journal"):
+        read_tiers(tmp_path / "nothing")
+
+
+def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
+    limits = {"device": "64MB", "host": "64MB", "file": "64MB"}
+    beside: list[dict[str, Any]] = [
+        {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
+        {"plan": {"sync": {"diloco": {}}}},
+        {"machines": {"processes": 2}},
+        {"plan": {"mesh": {"pipe": 2}}},
+        {"model": {"adapter": "lora"}},
+        {"model": {"compile": True}},
+    ]
+    for given in beside:
+        there = {"plan": {"sharding": {"tiers": {**limits, "directory": str(tmp_path)}}, **given.get("plan", {})}}
+        config = RunConfig.model_validate({**given, **there})
+        ranks = 2 if "machines" in given or "mesh" in given.get("plan", {}) else 1
+        with pytest.raises(BadInput, match="tiers"):
+            make_plan(config, Blocks(), ranks=ranks, device=torch.device("cpu"))
+    with pytest.raises(BadInput, match="a size such as"):
+        trained(tmp_path, Blocks(), {**limits, "host": "much"})
+    with pytest.raises(BadInput, match="directory"):
+        sharding.build({"tiers": limits})
+
+
+def test_an_account_never_exceeds_its_limit() -> None:
+    account = TierAccount("host", 10)
+    account.take(6)
+    assert not account.try_take(5)
+    with pytest.raises(AssertionError, match="exceed 10"):
+        account.take(5)
+    account.give(6)
+    assert account.try_take(10)
+    assert account.peak == 10
+
+
+@pytest.mark.parametrize(
+    ("written", "size"), [("4GiB", 4 << 30), ("500 MB", 500_000_000), (1024, 1024), ("1.5KiB", 1536), ("7", 7)]
+)
+def test_sizes(written: str | int, size: int) -> None:
+    assert read_size(written) == size
+
+
+@pytest.mark.parametrize("written", ["", "MB", "-1", "0", "4 apples"])
+def test_sizes_that_are_none(written: str) -> None:
+    with pytest.raises(BadInput, match="a size such as"):
+        read_size(written)
+
+
+def test_a_file_in_use_and_a_damaged_journal(tmp_path: Path) -> None:
+    one = TierFile.create(tmp_path / "rank-00000.tier", 4 * PAGE)
+    with pytest.raises(BadInput, match="in use"):
+        TierFile.create(one.path, 4 * PAGE)
+    data = page_buffer(2 * PAGE)
+    data.random_()
+    one.write(PAGE, data)
+    back = page_buffer(2 * PAGE)
+    one.read(PAGE, back)
+    assert torch.equal(back, data)
+    assert torch.equal(one.mapped(PAGE, (2 * PAGE,), torch.uint8), data)
+    one.close()
+    journal = TierJournal(tmp_path / "one.json")
+    journal.write({"updates": 3})
+    assert journal.read() == {"updates": 3}
+    journal.path.write_text(journal.path.read_text().replace("3", "4"))
+    with pytest.raises(CheckpointMismatch, match="damaged"):
+        journal.read()
+
+
+def test_a_network_file_system_is_known() -> None:
+    mounts = "/dev/sda / ext4 rw 0 0\nhost:/share /mnt/share nfs4 rw 0 0\n"
+    assert is_far(file_system(Path("/mnt/share/states"), mounts))
+    assert not is_far(file_system(Path("/mnt/other"), mounts))
+
+
+def test_a_layout_covers_every_byte_once() -> None:
+    from gossamer.optimizer.adamw import AdamW
+
+    params = {"a": torch.empty(3, 5), "b": torch.empty(()), "c": torch.empty(4097), "frozen": torch.empty(2)}
+    layout = TierLayout.of(params, [("c", "b"), ("a",)], AdamW(), keeps_gradients=True)
+    taken = [
+        (start + one.start, start + one.start + one.nbytes)
+        for group in layout.groups
+        for start in group.starts
+        for one in group.tensors
+    ]
+    taken += [(g.gradient_start, g.gradient_start + g.gradient_bytes) for g in layout.trained]
+    taken.sort()
+    assert all(low % PAGE == 0 for low, _ in taken)
+    assert all(before[1] <= after[0] for before, after in pairwise(taken))
+    assert taken[-1][1] <= layout.size_bytes
+    numbers = sum(p.nbytes for n, p in params.items() if n != "frozen")
+    assert sum(high - low for low, high in taken) == (2 * 3 + 1) * numbers + params["frozen"].nbytes
