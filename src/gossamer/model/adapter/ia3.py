@@ -24,7 +24,7 @@ class Ia3(Adapter):
     `feedforward`: patterns of those of the `targets` whose input is scaled, and not their output.
     """
 
-    targets: tuple[str, ...] = (_KEYS_AND_VALUES, _DOWN)
+    targets: tuple[str, ...] = (f"{_KEYS_AND_VALUES}|{_DOWN}",)  # one pattern: some models have only one of the two
     feedforward: tuple[str, ...] = (_DOWN,)
 
     def config(self, paths: Sequence[str]) -> Any:
