@@ -100,7 +100,7 @@ def test_answers_that_the_template_makes_equal_are_refused(tmp_path: Path) -> No
     template.write_text("{% for one in messages %}{{ one.role[0] }}: {{ one.content | trim }}\n{% endfor %}")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": " a"}) + "\n")
     source = {"pairs": {"files": f"{tmp_path}/pairs.jsonl", "template": str(template)}}
-    with pytest.raises(BadInput, match="pairs.jsonl:1, got two of which the chat template makes the same text"):
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1, got two of which the chat template makes the same text"):
         open_corpus(source=source, tokenizer="byte", sequence=64, validation=0, cache=tmp_path / "cache")
 
 

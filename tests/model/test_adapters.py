@@ -301,7 +301,7 @@ def test_an_adapter_acts_wherever_it_is_put_in_training_and_in_evaluation(adapte
     tensors = [one for one in adapter_tensors(module) if one.tensor.requires_grad]
     assert tensors and all(one.tensor.grad is not None for one in tensors)
     assert torch.allclose(trained, evaluated, atol=1e-5)
-    with pytest.raises(BadInput, match="out_proj, of which nn.MultiheadAttention reads the weight alone"):
+    with pytest.raises(BadInput, match=r"out_proj, of which nn\.MultiheadAttention reads the weight alone"):
         adapt(Attended(), build({adapter: {"targets": ["out_proj"]}}), 0)
 
 
@@ -339,13 +339,13 @@ def test_a_model_without_layers_to_adapt_is_refused(module: nn.Module, said: str
 
 def test_layers_that_peft_refuses_are_bad_input() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64}
-    with pytest.raises(BadInput, match="peft refuses these layers .*out_proj.*: name others with targets"):
+    with pytest.raises(BadInput, match=r"peft refuses these layers .*out_proj.*: name others with targets"):
         origin_of(ModelSection(hf="mamba", config=sizes, adapter="lora")).build(0)
 
 
 def test_a_peft_folder_on_a_base_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     origin = origin_of(section("lora", unfreeze=["norm"]))
-    with pytest.raises(BadInput, match="wanted an adapter on a base that peft can read, got one on llama.*random"):
+    with pytest.raises(BadInput, match=r"wanted an adapter on a base that peft can read, got one on llama.*random"):
         export_peft(origin.build(0), "llama", origin, tmp_path / "peft")
     assert not (tmp_path / "peft").exists()
 

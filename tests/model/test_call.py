@@ -55,12 +55,14 @@ def called(module: Records, **more: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("forward", "is_told"), [(Named, False), (OtherName, False), (Everything, True)])
-def test_documents_are_isolated_in_a_forward_that_is_told_where_they_begin(forward: type[Records], is_told: bool) -> None:
+def test_documents_are_isolated_in_a_forward_that_is_told_where_they_begin(
+    forward: type[Records], is_told: bool
+) -> None:
     module = forward()
     if is_told:
         check_isolates(module, caller_of(module))
         return
-    with pytest.raises(BadInput, match="data.isolate: wanted a forward with a parameter position_ids"):
+    with pytest.raises(BadInput, match=r"data\.isolate: wanted a forward with a parameter position_ids"):
         check_isolates(module, caller_of(module))
 
 

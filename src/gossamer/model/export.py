@@ -54,7 +54,8 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
     export_adapter_directory(target, tensors, config, {n: file for n, file in files.items() if n != "config.json"})
     if isinstance(named, Factory):
         package, function, arguments = _called(named)
-        return f"from {package} import {function}; peft.PeftModel.from_pretrained({function}({arguments}), {str(target)!r})"
+        built = f"{function}({arguments})"
+        return f"from {package} import {function}; peft.PeftModel.from_pretrained({built}, {str(target)!r})"
     given = repr(base)
     if Path(base).suffix == ".gguf":  # transformers takes such a file by its folder and its name
         given = f"{str(Path(base).parent)!r}, gguf_file={Path(base).name!r}"

@@ -147,13 +147,23 @@ class RunDirectory:
             os.close(descriptor)
 
     def records(self) -> Iterator[Record]:
-        """Yield all readable records in order; lines cut short and unknown kinds (of a newer version) are skipped."""
+        """Yield all readable records in order; lines cut short and unknown kinds (of a newer version) are skipped.
+
+        Raises BadInput where there is something that cannot be read.
+        """
         if not self.records_file.exists():
             return
-        with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("{") and (record := read_record(line)) is not None:
-                    yield record
+        try:
+            with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith("{") and (record := read_record(line)) is not None:
+                        yield record
+        except OSError as error:
+            raise bad_input(
+                wanted=f"a readable {self.records_file.name} in {self.path}",
+                got=error.strerror or str(error),
+                do="restore that file, or name another run directory",
+            ) from None
 
     def tail(self) -> Tail:
         """Return a reader whose `read` returns the records added since its last call."""
