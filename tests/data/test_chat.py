@@ -65,6 +65,16 @@ def test_marks_are_single_tokens_and_stand_for_no_bytes(tmp_path: Path, kind: st
     assert corpus.train.labels_of([0]).tolist() == [len(learnt)] == [int(valid_labels(batch["labels"]))]
 
 
+@pytest.mark.parametrize("kind", sorted(EXPECTED))
+@pytest.mark.parametrize("answer", ["end", "e", "s", "t", ">", "|"])
+def test_an_answer_that_its_own_mark_spells_counts_once(tmp_path: Path, kind: str, answer: str) -> None:
+    """Bytes are those of the answer, and nothing behind the mark is learnt, although the mark has its letters."""
+    corpus = opened(tmp_path, kind, turns("Hi", answer))
+    batch = corpus.train.batch([0])
+    assert corpus.train.bytes_of([0]) == len(answer)
+    assert int((batch["labels"] != IGNORED).sum()) == len(answer) + 1
+
+
 def test_all_is_learnt_where_that_is_asked_for(tmp_path: Path) -> None:
     corpus = opened(tmp_path, "chatml", turns("Hi", "Hello"), learn="all")
     text = marked(corpus, 0)
@@ -131,13 +141,14 @@ def test_dialects_mean_the_same(tmp_path: Path) -> None:
         {"messages": wanted},
         {"conversations": [{"from": "system", "value": "Count."}, *share]},
         {"conversations": share, "system": "Count."},
+        {"messages": wanted[1:], "system": "Count.", "instruction": "of another field"},
         {"instruction": "Add 1 and 2.", "input": "Briefly.", "output": "3", "system": "Count."},
     ]
     from gossamer.data.source import parse_source
 
     (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, records)))
     found = [one.messages for one in parse_source(f"chat:{tmp_path}/all.jsonl").documents()]
-    assert len(found) == 4 and len(set(found)) == 1
+    assert len(found) == 5 and len(set(found)) == 1
     assert [(one.role, one.content) for one in found[0]] == [(one["role"], one["content"]) for one in wanted]
 
 
@@ -156,6 +167,18 @@ def test_dialects_mean_the_same(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": None}]}, "wanted a text as content of message 1 at {file}:2"),
         ({"messages": [*turns("q", "a"), *turns(system="s")]}, "got message 3 (role system)"),
         ({"messages": turns("q", "a"), "tools": [{"name": "f"}]}, "got the field 'tools', which is not read"),
+        (
+            {"messages": turns("q", "a"), "conversations": []},
+            "wanted one conversation at {file}:2, got the fields messages",
+        ),
+        ({"messages": [turns("q")[0], {"role": "assistant", "content": "a", "thinking": "b"}]}, "the field 'thinking'"),
+        (
+            {"instruction": "a", "output": "b", "history": 5},
+            "wanted history as a list of [question, answer] at {file}:2",
+        ),
+        ({"instruction": "a", "output": "b", "input": 0}, "wanted a text as input at {file}:2, got int"),
+        ("[" * 100_000, "at {file}:2, got brackets that are nested too deep"),
+        ('{"messages": ' + "1" * 5000 + "}", "at {file}:2, got a number with too many digits"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "wanted from system, user, assistant, human, gpt"),
     ],
 )

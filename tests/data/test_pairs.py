@@ -81,6 +81,7 @@ def test_the_holdout_keeps_pairs_together(tmp_path: Path) -> None:
         ({"prompt": "q", "chosen": "a"}, "wanted prompt, chosen and rejected at {file}:1"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "wanted two different answers at {file}:1"),
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "got an empty message"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": ["t"]}, "got the field 'tools', which is not read"),
         ({"prompt": turns("q", "a"), "chosen": "a", "rejected": "b"}, "two answers in a row"),
         ({"chosen": turns("q", "a"), "rejected": turns("r", "b")}, "wanted one prompt for both answers at {file}:1"),
         ({"chosen": turns("q", "a", "r"), "rejected": turns("q", "a", "r")}, "wanted an answer (role assistant)"),
@@ -91,6 +92,16 @@ def test_a_broken_line_is_named(tmp_path: Path, line: dict[str, Any], said: str)
     with pytest.raises(BadInput) as caught:
         opened(tmp_path, line)
     assert said.format(file=tmp_path / "pairs.jsonl") in str(caught.value) and caught.value.key == "data.source"
+
+
+def test_answers_that_the_template_makes_equal_are_refused(tmp_path: Path) -> None:
+    """A template that strips leaves nothing to prefer: the loss would have no gradient, and say nothing."""
+    template = tmp_path / "strips.jinja"
+    template.write_text("{% for one in messages %}{{ one.role[0] }}: {{ one.content | trim }}\n{% endfor %}")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": " a"}) + "\n")
+    source = {"pairs": {"files": f"{tmp_path}/pairs.jsonl", "template": str(template)}}
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1, got two of which the chat template makes the same text"):
+        open_corpus(source=source, tokenizer="byte", sequence=64, validation=0, cache=tmp_path / "cache")
 
 
 def test_pairs_are_no_part_of_a_mixture(tmp_path: Path) -> None:

@@ -247,6 +247,116 @@ def test_parameters_are_frozen_and_trained_by_pattern() -> None:
     assert frozen == ["model.embed_tokens.weight"]
 
 
+class Proj(nn.Module):
+    """Layers of which the name of one is the end of another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.k_proj = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner = nn.ModuleDict({"proj": nn.Linear(8, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.inner["proj"](torch.tanh(self.k_proj(torch.tanh(self.proj(x)))))
+        return found
+
+
+@pytest.mark.parametrize("adapter", names())
+def test_a_pattern_adapts_the_layers_it_finds_and_no_other(adapter: str) -> None:
+    module = Proj()
+    given: dict[str, Any] = {"targets": ["^proj$"]} | ({"feedforward": ["^proj$"]} if adapter == "ia3" else {})
+    adapt(module, build({adapter: given}), 0)
+    assert {one.name.partition(".")[0] for one in adapter_tensors(module)} == {"proj"}
+    both: dict[str, Any] = {"targets": ["proj$"]} | ({"feedforward": ["^proj$"]} if adapter == "ia3" else {})
+    module = Proj()
+    adapt(module, build({adapter: both}), 0)
+    x = torch.randn(4, 8)
+    wanted = moved(module)(x)
+    merge(module)
+    assert torch.allclose(module(x), wanted, atol=1e-5)
+
+
+class Attended(nn.Module):
+    """torch's own blocks, which read weights of layers without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora", "vera"])
+def test_an_adapter_acts_wherever_it_is_put_in_training_and_in_evaluation(adapter: str) -> None:
+    module = Attended()
+    adapt(module, build(adapter), 0)
+    moved(module).train()
+    x = torch.randn(2, 5, 8)
+    trained = module(x)
+    trained.square().sum().backward()
+    with torch.no_grad():
+        evaluated = module.eval()(x)
+    tensors = [one for one in adapter_tensors(module) if one.tensor.requires_grad]
+    assert tensors and all(one.tensor.grad is not None for one in tensors)
+    assert torch.allclose(trained, evaluated, atol=1e-5)
+    with pytest.raises(BadInput, match=r"out_proj, of which nn\.MultiheadAttention reads the weight alone"):
+        adapt(Attended(), build({adapter: {"targets": ["out_proj"]}}), 0)
+
+
+def test_a_layer_in_two_places_is_refused_and_a_block_used_twice_is_adapted_once() -> None:
+    layer, block = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    with pytest.raises(BadInput, match="wanted layers that stand in one place each, to adapt, got 0, which is 2 too"):
+        adapt(nn.Sequential(layer, nn.Tanh(), layer), build("lora"), 0)
+    module, x = nn.Sequential(block, block), torch.randn(4, 8)
+    adapt(module, build("lora"), 0)
+    wanted = moved(module)(x)
+    merge(module)
+    assert torch.allclose(module(x), wanted, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_layer_that_is_not_linear_after_all_is_not_merged() -> None:
+    module = nn.Sequential(Doubled(8, 8))
+    adapt(module, build("lora"), 0)
+    with pytest.raises(BadInput, match="Doubled, which computes otherwise than a linear layer: its adapter cannot be"):
+        merge(module)
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(nn.Linear(8, 8), "none inside of a Linear"), (nn.Sequential(nn.ReLU()), "none inside of a Sequential")],
+)
+def test_a_model_without_layers_to_adapt_is_refused(module: nn.Module, said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        adapt(module, build("lora"), 0)
+
+
+def test_layers_that_peft_refuses_are_bad_input() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64}
+    with pytest.raises(BadInput, match=r"peft refuses these layers .*out_proj.*: name others with targets"):
+        origin_of(ModelSection(hf="mamba", config=sizes, adapter="lora")).build(0)
+
+
+def test_a_peft_folder_on_a_base_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    origin = origin_of(section("lora", unfreeze=["norm"]))
+    with pytest.raises(BadInput, match=r"wanted an adapter on a base that peft can read, got one on llama.*random"):
+        export_peft(origin.build(0), "llama", origin, tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()
+
+
+def test_a_peft_folder_of_a_model_of_ones_own_says_how_it_is_loaded(tmp_path: Path) -> None:
+    origin = origin_of(ModelSection(factory="model.tiny:Plain", config={"width": 8}, adapter="lora"))
+    said = export_peft(origin.build(0), "model.tiny:Plain", origin, tmp_path / "peft")
+    folder = str(tmp_path / "peft")
+    assert said == f"from model.tiny import Plain; peft.PeftModel.from_pretrained(Plain(width=8), {folder!r})"
+
+
 def test_merging_leaves_a_model_without_adapter_as_it_is() -> None:
     module = origin_of(section("none")).build(0)
     before = {name: p.clone() for name, p in module.named_parameters()}

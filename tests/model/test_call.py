@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.source.hf import Hf
+from gossamer.run.engine import check_isolates
 from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, Plain, batch
 
@@ -51,6 +52,18 @@ class Blind(nn.Module):
 def called(module: Records, **more: Tensor) -> dict[str, Any]:
     caller_of(module)(module, batch() | more)
     return module.seen
+
+
+@pytest.mark.parametrize(("forward", "is_told"), [(Named, False), (OtherName, False), (Everything, True)])
+def test_documents_are_isolated_in_a_forward_that_is_told_where_they_begin(
+    forward: type[Records], is_told: bool
+) -> None:
+    module = forward()
+    if is_told:
+        check_isolates(module, caller_of(module))
+        return
+    with pytest.raises(BadInput, match=r"data\.isolate: wanted a forward with a parameter position_ids"):
+        check_isolates(module, caller_of(module))
 
 
 def test_each_forward_gets_what_it_takes() -> None:

@@ -156,6 +156,7 @@ def test_a_saved_dialogue_is_data_to_train_on(tmp_path: Path) -> None:
     chat.system("Be brief.")
     chat.ask("Katze?")
     chat.save(file)
+    file.write_bytes(file.read_bytes().rstrip())  # as an editor leaves it that ends no last line
     chat.reset()
     assert [one["role"] for one in chat.messages] == ["system"]
     chat.ask("Again")

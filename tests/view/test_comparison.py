@@ -123,6 +123,7 @@ def test_an_empty_and_a_damaged_run_are_compared_as_far_as_they_go(tmp_path: Pat
         assert part in said
     assert found.at is None and "At " not in comparison_text(found, Screen(80))
     assert found.differences == (), "what is not known does not differ"
+    assert found.compared == () and "Nothing differs in what is known of them." in comparison_text(found, Screen(80))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
-from gossamer.view.run_directory import RunDirectory, names_run, open_run
+from gossamer.view.run_directory import RunDirectory, names_run, newest_like, open_run
 from view.streams import start
 
 
@@ -42,6 +43,18 @@ def test_a_run_is_found_by_what_names_it(runs: Path, said: str, name: str) -> No
 def test_a_name_that_is_a_part_of_another_is_itself(runs: Path) -> None:
     RunDirectory(runs / "full").append(start())
     assert open_run(Path("full")).path == runs / "full"
+
+
+def test_a_run_that_is_just_being_removed_is_passed_over(runs: Path) -> None:
+    config = RunConfig()
+    for name in ("20261104-gone", "20261103-full"):
+        RunDirectory(runs / name).keep(config, {})
+    (runs / "20261104-gone" / "run.yaml").unlink()
+    (runs / "20261104-gone" / "run.yaml").symlink_to("nowhere")
+    (runs / "loop").symlink_to("loop")
+    found = newest_like(runs, config)
+    assert found is not None and found.path == runs / "20261103-full"
+    assert open_run(Path("latest")).path == runs / "20261103-full"
 
 
 def test_several_are_refused_with_their_names(runs: Path) -> None:

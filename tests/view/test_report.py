@@ -187,6 +187,14 @@ def test_files_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         reported(tmp_path / "run", run(4), tmp_path / "report.pdf")
     with pytest.raises(BadInput, match=r"cannot write the report .*: No such file or directory: name a file"):
         reported(tmp_path / "run", [], tmp_path / "none" / "report.html")
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(BadInput, match=r"cannot write the report .*: Not a directory: name a file"):
+        reported(tmp_path / "run", [], tmp_path / "README.md" / "report.html")
+    with pytest.raises(BadInput, match=r"README\.md, got a file of that name, which is no report: give another name"):
+        reported(tmp_path / "run", [], tmp_path / "README.html")
+    assert (tmp_path / "README.md").read_text() == "mine" and not (tmp_path / "README.html").exists()
+    for _ in range(2):  # a report replaces a report
+        reported(tmp_path / "run", [], tmp_path / "report.html")
 
 
 def test_the_command_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,10 @@ import pytest
 from gossamer.cli import main
 from gossamer.spec.errors import BadInput
 from gossamer.spec.records import End, Evaluation, Length
+from gossamer.view.report import write_report
 from gossamer.view.run_directory import RunDirectory
 from gossamer.view.run_glance import Glance, glance, glances
+from gossamer.view.run_history import RunHistory
 from gossamer.view.run_list import Wanted, list_text
 from gossamer.view.run_lock import held, holder_of
 from gossamer.view.screen import Screen
@@ -184,3 +186,17 @@ def test_every_command_of_the_page_does_what_it_is_there_for(
     assert main(["compare", "llama", "latest"]) == 2
     (refused,) = re.findall(r"^wanted one run .*$", PAGE.read_text("utf-8"), re.M)
     assert refused in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", ["step", "steps", "loss", "wire_bytes", "time_s", "tokens", "ranks", "versions"])
+@pytest.mark.parametrize("value", [None, "two", [None], {"a": None}])
+def test_a_record_of_other_types_costs_itself_alone(tmp_path: Path, field: str, value: object) -> None:
+    """JSON that is whole and yet no record: one such line must not end the list of all runs, nor a report."""
+    directory = made(tmp_path / "odd", 20)
+    whole = [json.loads(line) for line in directory.records_file.read_text().splitlines()]
+    with directory.records_file.open("a") as file:
+        file.writelines(json.dumps(one | {field: value}) + "\n" for one in whole if field in one)
+    (found,) = glances(tmp_path)
+    assert found.step == 20 and found.loss is not None
+    history = RunHistory.read(directory)
+    assert history.steps[-1].step == 20 and write_report(history, tmp_path / "report.html").html_bytes

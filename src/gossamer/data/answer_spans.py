@@ -79,8 +79,9 @@ def _span(start: int, through: str, content: str) -> AnswerSpan:
     White space behind the end-of-turn mark is not learnt: no model that has made the mark goes on to write it. Where
     the turn has no mark, or the template rewrites the text, all is learnt.
     """
-    own = content.strip()
-    found = through.rfind(own, start)
+    own, text = content.strip(), through[start:]
+    first = start + len(text) - len(text.lstrip())
+    found = first if through.startswith(own, first) else through.rfind(own, start)  # the mark may spell it once more
     if found < 0:
         return AnswerSpan(start, len(through), len(through))
     text_end = found + len(own)

@@ -24,7 +24,10 @@ KEY = "data.source"
 Role = Literal["system", "user", "assistant"]
 _ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 _FROM: Mapping[str, Role] = {**_ROLES, "human": "user", "gpt": "assistant"}
-_NOT_READ = ("tools", "functions", "tool_calls", "function_call", "weight", "train")  # would change what is learnt
+_NOT_READ = (  # would change what is learnt
+    *("tools", "functions", "tool_calls", "function_call", "weight", "train", "reasoning_content", "thinking"),
+)
+_DIALECTS = {"messages": ("messages",), "conversations": ("conversations",), "instruction": ("instruction", "output")}
 _EXPECTED = "one of messages (role, content), conversations (from, value), instruction with output"
 
 
@@ -109,12 +112,19 @@ def messages_of(value: Any, where: str, *, who: str = "role", what: str = "conte
 
 
 def _read(record: Mapping[str, Any], where: str) -> Conversation:
-    _check_read(record, where)
-    if "messages" in record:
-        return messages_of(record["messages"], where)
+    check_read(record, where)
+    several = [name for name, least in _DIALECTS.items() if all(record.get(field) is not None for field in least)]
+    if len(several) > 1:
+        raise bad_input(
+            wanted=f"one conversation at {where}",
+            got=f"the fields {' and '.join(several)}, each of which holds one",
+            do="remove the fields that are not meant",
+            key=KEY,
+        )
+    if "messages" in record and several != ["conversations"]:
+        return (*_system(record, where), *messages_of(record["messages"], where))
     if "conversations" in record:
-        system = _system(record, where)
-        return (*system, *messages_of(record["conversations"], where, who="from", what="value"))
+        return (*_system(record, where), *messages_of(record["conversations"], where, who="from", what="value"))
     if "instruction" in record and "output" in record:
         return _alpaca(record, where)
     raise bad_input(
@@ -127,9 +137,9 @@ def _read(record: Mapping[str, Any], where: str) -> Conversation:
 
 def _message(value: Any, where: str, who: str, what: str) -> Message:
     if not isinstance(value, Mapping) or who not in value or what not in value:
-        got = f"fields {', '.join(map(str, sorted(value)))}" if isinstance(value, Mapping) else _kind(value)
+        got = f"fields {', '.join(map(str, sorted(value))) or 'none'}" if isinstance(value, Mapping) else _kind(value)
         raise bad_input(wanted=f"{{{who}, {what}}} in {where}", got=got, do=f"write {who} and {what}", key=KEY)
-    _check_read(value, where)
+    check_read(value, where)
     role = value[who]
     known = _ROLES if who == "role" else _FROM
     if not isinstance(role, str) or role not in known:
@@ -140,7 +150,7 @@ def _message(value: Any, where: str, who: str, what: str) -> Message:
     return Message(known[role], text_of(value[what], f"{what} of {where} (role {role})"))
 
 
-def _check_read(value: Mapping[str, Any], where: str) -> None:
+def check_read(value: Mapping[str, Any], where: str) -> None:
     """Raise BadInput for a field that means something here which is not read: leaving it out would be silence."""
     if found := [name for name in _NOT_READ if value.get(name) not in (None, [], {})]:
         raise bad_input(
@@ -165,12 +175,19 @@ def text_of(value: Any, where: str) -> str:
     return value
 
 
+def optional_text(record: Mapping[str, Any], name: str, where: str) -> str:
+    """Return the text in a field; "" where there is none. Raises BadInput that names the place."""
+    value = record.get(name)
+    return "" if value is None else text_of(value, f"{name} at {where}")
+
+
 def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
     asked = text_of(record["instruction"], f"instruction at {where}")
-    more = text_of(record.get("input") or "", f"input at {where}")
+    more = optional_text(record, "input", where)
     answer = text_of(record["output"], f"output at {where}")
     past: list[Message] = []
-    for pair in record.get("history") or []:
+    history = record.get("history")
+    for pair in history if isinstance(history, list) else [history] if history else []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise bad_input(
                 wanted=f"history as a list of [question, answer] at {where}", got=_kind(pair), do="correct it", key=KEY
@@ -184,7 +201,7 @@ def _alpaca(record: Mapping[str, Any], where: str) -> Conversation:
 
 
 def _system(record: Mapping[str, Any], where: str) -> Conversation:
-    said = text_of(record.get("system") or "", f"system at {where}")
+    said = optional_text(record, "system", where)
     return (Message("system", said),) if said else ()
 
 

@@ -16,7 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gossamer.data.conversation import KEY, Conversation, Message, check_turns, messages_of, text_of
+from gossamer.data.conversation import (
+    KEY,
+    Conversation,
+    Message,
+    check_read,
+    check_turns,
+    messages_of,
+    optional_text,
+    text_of,
+)
 from gossamer.spec.errors import BadInput, bad_input
 
 
@@ -31,9 +40,10 @@ class Pair:
 def pair_of(record: Mapping[str, Any], where: str) -> Pair:
     """Return the pair in a JSON record, checked; `where` ("file:line") is named in every error.
 
-    Raises BadInput for a record without prompt, chosen or rejected, for two prompts that differ, for equal answers, and
-    for conversations that `check_turns` refuses.
+    Raises BadInput for a record without prompt, chosen or rejected, for two prompts that differ, for equal answers, for
+    fields that mean something and are not read, and for conversations that `check_turns` refuses.
     """
+    check_read(record, where)
     for name in ("chosen", "rejected"):
         if name not in record:
             raise bad_input(
@@ -63,7 +73,7 @@ def pair_of(record: Mapping[str, Any], where: str) -> Pair:
 def _complete(record: Mapping[str, Any], name: str, where: str) -> Conversation:
     """Return the complete conversation that ends in an answer."""
     answer = _answer(record[name], name, where)
-    system = text_of(record.get("system") or "", f"system at {where}")
+    system = optional_text(record, "system", where)
     before = (Message("system", system),) if system else ()
     if len(answer) > 1:
         _check_same_prompt(record, answer, where)

@@ -68,7 +68,15 @@ class PairRendering(Rendering):
     together: int = 2
 
     def texts(self, messages: Conversation, rejected: Conversation, where: str) -> tuple[Rendered, ...]:
-        return tuple(self._last_answer(one, where) for one in (messages, rejected))
+        chosen, other = (self._last_answer(one, where) for one in (messages, rejected))
+        if chosen.text == other.text:
+            raise bad_input(
+                wanted=f"two different answers at {where}",
+                got="two of which the chat template makes the same text",
+                do="remove the line",
+                key=KEY,
+            )
+        return chosen, other
 
     @property
     def identity(self) -> str:

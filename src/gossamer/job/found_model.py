@@ -10,6 +10,7 @@ from torch import nn
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.job.trained_run import check_no_choice, read_chosen
 from gossamer.model.origin import origin_of
+from gossamer.model.source import ModelSource
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
@@ -37,9 +38,7 @@ def find_model(place: Path, checkpoint: str | int = LATEST) -> FoundModel:
         return _of_run(place, checkpoint)
     check_no_choice(place, checkpoint)
     origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
-    if not origin.has_weights:
-        do = "give a folder with model.safetensors"
-        raise bad_input(wanted=f"weights in {place}", got="a config.json without weights", do=do, key="model.hf")
+    check_weights(origin, place)
     tokenizer = parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
     return FoundModel(
         module=origin.build(0),
@@ -49,6 +48,13 @@ def find_model(place: Path, checkpoint: str | int = LATEST) -> FoundModel:
         step=None,
         folders=(place,) if is_hf else (),
     )
+
+
+def check_weights(origin: ModelSource, place: Path) -> None:
+    """Raise BadInput for a folder without weights, of which random ones would be built."""
+    if not origin.has_weights:
+        do = "give a folder with model.safetensors"
+        raise bad_input(wanted=f"weights in {place}", got="a config.json without weights", do=do, key="model.hf")
 
 
 def _of_run(place: Path, checkpoint: str | int) -> FoundModel:

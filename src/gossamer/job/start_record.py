@@ -96,7 +96,9 @@ def _processor() -> str:
 
 
 def _loss_unit(job: RankJob) -> str:
-    """Return the unit of the losses: nats per token of text; "" for other data, whose loss is the model's affair."""
+    """Return the unit of the losses: nats per token of text, or per pair of answers; "" for the model's own."""
+    if job.parts.objective.together == 2:
+        return "nats/pair"
     return "nats/token" if job.parts.train.text_bytes(np.zeros(1, np.int64)) is not None else ""
 
 

@@ -23,11 +23,13 @@ from gossamer.data.file_source import source_of_files
 from gossamer.data.kept import fingerprint_in
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.data_files import check_data_files
+from gossamer.job.found_model import check_weights
 from gossamer.job.run_files import folder_of
 from gossamer.job.trained_run import TrainedRun, check_no_choice, read_chosen, standing_in
 from gossamer.job.training_data import corpus_of, open_validation_sets
 from gossamer.job.worker import origin_for
 from gossamer.loss import Loss
+from gossamer.loss.next_token import NextToken
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.input_checks import check_sequence, explain
 from gossamer.model.origin import origin_of
@@ -184,6 +186,7 @@ def _of_weights(
             wanted="files to evaluate on", got="none (only a run has a text of its own)", do="name text or chat files"
         )
     section = ModelSection(gguf=str(path)) if is_gguf else ModelSection(hf=str(path))
+    check_weights(origin_of(section), path)
     length = sequence or _positions(section)
     texts = _texts(files, f"hf:{path}", length, None, {})
     config = RunConfig(model=section, data=DataSection(tokenizer=f"hf:{path}", sequence=length))
@@ -209,7 +212,7 @@ def _ready(module: nn.Module, config: RunConfig, precision: str, batches: TextBa
     return EvaluatedModel(
         module=module,
         caller=caller_of(module, batches.batch(np.zeros(1, np.int64))),
-        loss=Recipe.loss_of(config),
+        loss=NextToken() if Recipe.loss_of(config).needs_reference else Recipe.loss_of(config),
         precision=precision_of(precision),
         device=device,
     )
@@ -255,6 +258,9 @@ def _own_texts(directory: RunDirectory, config: RunConfig, sequence: int | None,
         if config.data.factory is not None:
             why = f"the run was trained on a dataset (data.factory {config.data.factory})"
         raise bad_input(wanted="files to evaluate on", got=f"none, and {why}", do="name text or chat files")
+    if Recipe.loss_of(config).needs_reference:
+        why = "the run compared pairs of answers, whose loss is no loss on a text"
+        raise bad_input(wanted="files to evaluate on", got=f"none, and {why}", do="name text or chat files")
     data = config.data if sequence is None else config.data.model_copy(update={"sequence": sequence})
     with standing_in(folder_of(directory)):
         corpus = corpus_of(data)
@@ -280,10 +286,10 @@ def _run_tokenizer(directory: RunDirectory, trained: TrainedRun) -> Written:
 
 def _chat(directory: RunDirectory, config: RunConfig) -> dict[str, Any]:
     """Return how the run reads conversations: the parameters of its source, without the files."""
-    choice = next((one for one in _sources(config.data.source) if one.name == "chat"), None)
+    choice = next((one for one in _sources(config.data.source) if one.name in ("chat", "pairs")), None)
     if choice is None:
         return {}
-    given = {name: value for name, value in choice.parameters.items() if name != "files"}
+    given = {name: value for name, value in choice.parameters.items() if name in ("learn", "template")}
     if given.get("template") is not None:  # its path is relative to the folder of the run
         given["template"] = str(folder_of(directory) / Path(given["template"]).expanduser())
     return given

@@ -128,8 +128,10 @@ class Chat:
             raise bad_input(wanted="a dialogue to save", got="no answer yet", do="ask something first", key=_KEY)
         line = json.dumps({"messages": self.messages}, ensure_ascii=False)
         try:
-            with file.open("a", encoding="utf-8") as out:
-                out.write(line + "\n")
+            with file.open("ab+") as out:
+                if out.tell() and out.seek(-1, 2) >= 0 and out.read(1) != b"\n":  # of an editor that ends no last line
+                    line = "\n" + line
+                out.write(line.encode() + b"\n")
         except OSError as error:
             said = error.strerror or str(error)
             raise BadInput(f"cannot write {file}: {said}: name a file in a folder you can write to", key=_KEY) from None

@@ -18,6 +18,8 @@ from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
 from gossamer.model.source.factory import Factory
+from gossamer.model.source.hf import Hf
+from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.errors import bad_input
 from gossamer.store.huggingface import export_adapter_directory, export_directory
 
@@ -29,8 +31,8 @@ _ONE_FILE = 1 << 62  # load_model reads one file, of any size
 def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target: Path) -> str:
     """Write the adapter of `module` to the new directory `target`, as peft does; return the Python code that loads it.
 
-    `base`: the folder or name of the model that it goes on. Raises BadInput for a model without an adapter, and if
-    `target` exists.
+    `base`: the folder or name of the model that it goes on. Raises BadInput for a model without an adapter, for one on
+    random weights, which are in no folder, and if `target` exists.
     """
     if next(adapter_tensors(module), None) is None:
         raise bad_input(
@@ -39,9 +41,21 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
             do="export it with --to hf",
             key=_KEY,
         )
+    named = _named_source(origin)
+    if isinstance(named, Hf) and not named.has_weights:
+        raise bad_input(
+            wanted="an adapter on a base that peft can read",
+            got=f"one on {named.describe()}, which are in no folder",
+            do="export it with --to hf, which writes the base with it",
+            key=_KEY,
+        )
     tensors, config = adapter_folder(module, base)
     files = origin.files() if origin is not None else {}
     export_adapter_directory(target, tensors, config, {n: file for n, file in files.items() if n != "config.json"})
+    if isinstance(named, Factory):
+        package, function, arguments = _called(named)
+        built = f"{function}({arguments})"
+        return f"from {package} import {function}; peft.PeftModel.from_pretrained({built}, {str(target)!r})"
     given = repr(base)
     if Path(base).suffix == ".gguf":  # transformers takes such a file by its folder and its name
         given = f"{str(Path(base).parent)!r}, gguf_file={Path(base).name!r}"
@@ -178,13 +192,25 @@ def _own(module: nn.Module, origin: ModelSource | None) -> tuple[dict[str, Any],
     config: dict[str, Any] = {"class": f"{type(module).__module__}.{type(module).__qualname__}"}
     build, made = "module = ...  # build it as before training", f"{type(module).__qualname__}(...)"
     if isinstance(origin, Factory):
-        package, _, function = origin.of.partition(":")
+        package, function, arguments = _called(origin)
         config |= {"factory": origin.of, "arguments": dict(origin.config), "dtype": origin.dtype}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in origin.config.items())
         build = f"from {package} import {function}\nmodule = {function}({arguments})"
         made = f"{package}.{function}({arguments})"
     readme = _README.format(name=config["class"], build=build)
     return config, {"README.md": readme.encode()}, made
+
+
+def _called(factory: Factory) -> tuple[str, str, str]:
+    """Return the package, the function, and its arguments as Python code writes them."""
+    package, _, function = factory.of.partition(":")
+    return package, function, ", ".join(f"{name}={value!r}" for name, value in factory.config.items())
+
+
+def _named_source(origin: ModelSource | None) -> ModelSource | None:
+    """Return the source that the configuration names, without what was put around it."""
+    while isinstance(origin, WrappedSource):
+        origin = origin.inner
+    return origin
 
 
 _README = """\

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+from torch import nn
 
 from gossamer.comm.message import ProcessGroups
 from gossamer.model.compiled import compile_units
-from gossamer.model.forward_adapter import caller_of
+from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.precision import precision_of
 from gossamer.model.unit_seeds import UnitSeeds, unit_seeds
 from gossamer.pipeline.from_plan import forward_only_of, schedule_of
@@ -20,6 +21,7 @@ from gossamer.run.staged_model import StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
 from gossamer.saver import Site, install_all
 from gossamer.sharding import Holding, holdings, shapes_of
+from gossamer.spec.errors import bad_input
 
 
 def engine_of(parts: Parts) -> ModelRuntime:
@@ -29,6 +31,8 @@ def engine_of(parts: Parts) -> ModelRuntime:
     if config.model.compile and parts.cut is None:  # stages are already compiled
         compile_units(module, parts.plan.units)
     caller = caller_of(module, parts.train.batch(np.zeros(1, np.int64)))
+    if config.data.isolate and config.data.factory is None:
+        check_isolates(module, caller)
     randomness = unit_seeds(module, parts.units, seed=config.train.seed)
     installed = install_all(parts.recipe.methods.savers, module, _site(parts, randomness))
     return ModelRuntime(
@@ -56,6 +60,17 @@ def _site(parts: Parts, randomness: UnitSeeds) -> Site:
         rows=max(1, rows // parts.train.together),
         drawing=lambda: randomness.at(0, 0),
     )
+
+
+def check_isolates(module: nn.Module, caller: ForwardAdapter) -> None:
+    """Raise BadInput for a model that is not told where documents begin: in it they would attend to each other."""
+    if not (caller.takes_all or "position_ids" in caller.takes):
+        raise bad_input(
+            wanted="a forward with a parameter position_ids, which restart at every document",
+            got=f"{type(module).__name__}.forward without one",
+            do="add it to forward, with attention within a document alone, or leave data.isolate out",
+            key="data.isolate",
+        )
 
 
 def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:

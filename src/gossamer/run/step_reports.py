@@ -47,6 +47,7 @@ class StepReports:
     replica: GradientReducer
     sink: Sink
     paused: Paused = field(default_factory=Paused)
+    _has_committed: bool = field(default=False, repr=False)  # a step of this process
 
     def pause(self, seconds: float) -> None:
         """Count a step that this rank's island sat out; the next record includes its seconds."""
@@ -76,6 +77,23 @@ class StepReports:
                 wire_bytes=self.replica.sent_bytes(),
                 peak_bytes=peak_bytes(),
                 data_s=data_s,
+            )
+        )
+        if done.committed and not self._has_committed:
+            self._has_committed = True
+            self._tell_idle(step, agreement)
+
+    def _tell_idle(self, step: int, agreement: StepAgreement) -> None:
+        """Warn of parameters that a first step leaves as they are: a layer whose adapter the model goes past, say."""
+        if not agreement.idle:
+            return
+        shown = ", ".join(sorted(agreement.idle)[:3]) + (", ..." if len(agreement.idle) > 3 else "")
+        self.sink(
+            records.Event(
+                level="warning",
+                message=f"{len(agreement.idle)} of the trained parameters had no gradient in step {step + 1}, and stay "
+                f"as they are while that is so: {shown}",
+                step=step + 1,
             )
         )
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from types import UnionType
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Start(Record):
     precision: str = ""  # of forward and backward
     limit_s: float = 0.0  # `train.seconds`, after which the run ends; 0: none
     hosts: tuple[int, ...] = ()  # of each rank, its host, counted from 0; empty: not said
-    loss_unit: str = ""  # "nats/token"; "": not known, as with a loss of the model's own on other data than text
+    loss_unit: str = ""  # "nats/token"; "nats/pair" of preferences; "": not known, as with a loss of the model's own
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)  # of the rank that writes: host, system, processor, cores
     data_fingerprint: str = ""  # equal for equal training data; "": not known
@@ -227,7 +229,9 @@ _FIELDS = {c: frozenset(f.name for f in fields(c)) for c in _ALL}  # once: a run
 
 
 def read_record(line: str) -> Record | None:
-    """Parse one line; None for a line cut short by a crash, or of a kind this version does not know."""
+    """Parse one line; None for a line cut short by a crash, of a kind this version does not know, or with a value of
+    another type than its field: one damaged record must not stop the view of a run, or of all runs.
+    """
     try:
         data: Any = json.loads(line)
     except ValueError:
@@ -243,4 +247,44 @@ def read_record(line: str) -> Record | None:
         record = cls(**{k: v for k, v in data.items() if k in known})
     except TypeError:
         return None
+    for name, types, inner in _CHECKS[cls]:
+        value = getattr(record, name)
+        if not isinstance(value, types):
+            return None
+        if inner and value and not all(isinstance(one, inner) for one in _inside(value)):
+            return None
     return record
+
+
+def _checks(cls: type[Record]) -> tuple[tuple[str, tuple[type, ...], tuple[type, ...]], ...]:
+    """Return name, types, and types of what is inside (of a tuple or a dictionary; empty: anything) of every field."""
+    hints = get_type_hints(cls)
+    return tuple((one.name, _types(hints[one.name]), _inner_types(hints[one.name])) for one in fields(cls))
+
+
+def _types(hint: Any) -> tuple[type, ...]:
+    """Return the types that a value of this type hint may have in JSON."""
+    if isinstance(hint, UnionType):
+        return tuple(one for part in get_args(hint) for one in _types(part))
+    if hint in (float, int):  # JSON has numbers alone
+        return (float, int)
+    if hint is Any:
+        return (object,)
+    found = get_origin(hint) or hint
+    return (found,) if isinstance(found, type) else (object,)
+
+
+def _inner_types(hint: Any) -> tuple[type, ...]:
+    parts = [part for part in get_args(hint) if part is not Ellipsis]
+    if get_origin(hint) is dict:
+        return _types(parts[1])
+    if get_origin(hint) is tuple:
+        return tuple(one for part in parts for one in _types(part))
+    return ()
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+_CHECKS = {c: _checks(c) for c in _ALL}

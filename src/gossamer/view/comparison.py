@@ -45,12 +45,14 @@ class Comparison:
     """The result of `compare`. `axis`: what the runs have in common at `at`, steps or tokens of training.
 
     `is_same_data`: None where a run has no fingerprint. `warnings` say what makes figures incomparable, the gravest
-    first. `evaluated_at`: the common evaluation, on the same axis; None where there is none.
+    first. `compared`: the sections of `differences` that all runs have. `evaluated_at`: the common evaluation, on the
+    same axis; None where there is none.
     """
 
     runs: tuple[RunHistory, ...]
     is_same_data: bool | None
     warnings: tuple[str, ...]
+    compared: tuple[str, ...]
     differences: tuple[Difference, ...]
     axis: Literal["steps", "tokens"]
     at: int | None
@@ -64,11 +66,13 @@ class Comparison:
         axis: Literal["steps", "tokens"] = "tokens" if len(_said(runs, _tokens_per_step)) > 1 else "steps"
         at, evaluated_at = _common_point(runs, axis), _common_evaluation(runs, axis)
         is_same, warnings = _judged(runs)
+        known = {section: values for section, values in _sections(runs) if all(values)}
         return Comparison(
             runs=tuple(runs),
             is_same_data=is_same,
             warnings=tuple(warnings),
-            differences=tuple(_differences(runs)),
+            compared=tuple(known),
+            differences=tuple(_differences(known)),
             axis=axis,
             at=at,
             evaluated_at=evaluated_at,
@@ -186,10 +190,10 @@ def _listed(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
 
 
-def _differences(runs: Sequence[RunHistory]) -> list[Difference]:
-    """Return every value that is not the same in all runs, section by section."""
+def _sections(runs: Sequence[RunHistory]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return the values of every run by section; empty of a run without that file or start, which its notes say."""
     starts = [run.start for run in runs]
-    sections: list[tuple[str, list[Mapping[str, Any]]]] = [
+    return [
         ("model", [{"model": s.model, "parameters": s.parameters, "trained": s.trained} if s else {} for s in starts]),
         ("data", [{"data": s.data} if s else {} for s in starts]),
         ("configuration", [_without(run.configuration, _ABOUT_THE_FOLDER) for run in runs]),
@@ -197,10 +201,12 @@ def _differences(runs: Sequence[RunHistory]) -> list[Difference]:
         ("machine", [{"ranks": s.ranks, "precision": s.precision, **s.machine} if s else {} for s in starts]),
         ("versions", [s.versions if s else {} for s in starts]),
     ]
+
+
+def _differences(sections: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Difference]:
+    """Return every value that is not the same in all runs, section by section."""
     found = []
-    for section, values in sections:
-        if not all(values):  # of a run without that file or start, which its notes say
-            continue
+    for section, values in sections.items():
         keys = dict.fromkeys(key for one in values for key in one)
         if section not in _KEYS_DIFFER:
             keys = {key: None for key in keys if all(key in one for one in values)}

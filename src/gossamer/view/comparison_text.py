@@ -53,7 +53,8 @@ def _runs(found: Comparison, screen: Screen) -> list[str]:
 
 def _differences(found: Comparison, screen: Screen) -> list[str]:
     if not found.differences:
-        return ["Nothing differs in configuration, plan, machine and versions."]
+        *first, last = found.compared or ("what is known of them",)
+        return [f"Nothing differs in {', '.join(first)}{' and ' if first else ''}{last}."]
     parts = []
     for section, rows in groupby(found.differences, key=lambda one: one.section):
         cells = [(row.key, *(printable(value) for value in row.values)) for row in rows]

@@ -147,13 +147,23 @@ class RunDirectory:
             os.close(descriptor)
 
     def records(self) -> Iterator[Record]:
-        """Yield all readable records in order; lines cut short and unknown kinds (of a newer version) are skipped."""
+        """Yield all readable records in order; lines cut short and unknown kinds (of a newer version) are skipped.
+
+        Raises BadInput where there is something that cannot be read.
+        """
         if not self.records_file.exists():
             return
-        with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if line.startswith("{") and (record := read_record(line)) is not None:
-                    yield record
+        try:
+            with self.records_file.open("r", encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    if line.startswith("{") and (record := read_record(line)) is not None:
+                        yield record
+        except OSError as error:
+            raise bad_input(
+                wanted=f"a readable {self.records_file.name} in {self.path}",
+                got=error.strerror or str(error),
+                do="restore that file, or name another run directory",
+            ) from None
 
     def tail(self) -> Tail:
         """Return a reader whose `read` returns the records added since its last call."""
@@ -283,8 +293,12 @@ def newest_like(
     runs: Path, config: RunConfig, *, is_fit: Callable[[RunDirectory], bool] = lambda run: True
 ) -> RunDirectory | None:
     """Return the newest run under `runs` with exactly this configuration that `is_fit` accepts; None without one."""
-    for file in sorted(runs.glob("*/run.yaml"), key=lambda f: f.stat().st_mtime, reverse=True):
-        found = RunDirectory(file.parent)
+    begun = list[tuple[float, Path]]()
+    for file in runs.glob("*/run.yaml"):
+        with suppress(OSError):  # a link to nothing, or a run that has just gone
+            begun.append((file.stat().st_mtime, file.parent))
+    for _, folder in sorted(begun, reverse=True):
+        found = RunDirectory(folder)
         with suppress(BadInput):  # a damaged one, or one of another version, is not alike
             if found.config() == config and is_fit(found):
                 return found
@@ -353,11 +367,15 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def _folders(runs: Path) -> list[Path]:
-    return [path for path in runs.iterdir() if path.is_dir()] if runs.is_dir() else []
+    return [path for path in runs.iterdir() if os.path.isdir(path)] if os.path.isdir(runs) else []
 
 
 def _written_at(path: Path) -> float | None:
-    times = [file.stat().st_mtime for file in (path / "records.jsonl", path / "run.yaml") if file.exists()]
+    """Return when a run was last written to; None for what is no run, or may not be read, or has just gone."""
+    times = []
+    for file in (path / "records.jsonl", path / "run.yaml"):
+        with suppress(OSError):
+            times.append(file.stat().st_mtime)
     return max(times, default=None)
 
 

@@ -82,6 +82,15 @@ def record_of(line: bytes, where: str) -> dict[str, Any]:
             do="repair or remove the line",
             key=KEY,
         ) from None
+    except (RecursionError, ValueError) as error:  # brackets thousands deep, or a number of thousands of digits
+        said = (
+            "brackets that are nested too deep"
+            if isinstance(error, RecursionError)
+            else "a number with too many digits"
+        )
+        raise bad_input(
+            wanted=f"one JSON object per line at {where}", got=said, do="repair or remove the line", key=KEY
+        ) from None
     if not isinstance(record, dict):
         raise bad_input(
             wanted=f"a JSON object at {where}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.quantized_linear import QuantizedLinear
+from gossamer.model.quantized_linear import QuantizedLinear, is_conv1d
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.extras import install
 
@@ -37,14 +38,52 @@ def quiet() -> Iterator[None]:
 
 
 def inject(module: nn.Module, config: Any) -> None:
-    """Replace the layers that `config` names by peft's, in place. They hold the layers they stand for."""
+    """Replace the layers that `config` names by peft's, in place. They hold the layers they stand for.
+
+    Raises BadInput for layers that peft refuses.
+    """
     library()
     mapping = importlib.import_module("peft.mapping")
     # Without a graph: where parameters have no memory, peft's `.to` swaps tensors, which a graph that it left prevents.
     with quiet(), torch.no_grad():
         if any(isinstance(inner, QuantizedLinear) for inner in module.modules()):
             config._register_custom_module({QuantizedLinear: importlib.import_module("peft.tuners.lora.layer").Linear})
-        mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, config, ADAPTER)
+        for key in ("target_modules", "feedforward_modules"):
+            if given := getattr(config, key, None):
+                setattr(config, key, _exact(module, set(given)))
+        try:
+            mapping.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](module, config, ADAPTER)
+        except ValueError as error:
+            said = " ".join(str(error).split()).rstrip(".")
+            raise BadInput(f"peft refuses these layers ({said}): name others with targets", key=_KEY) from None
+    _call_layers(module)
+
+
+def _call_layers(module: nn.Module) -> None:
+    """Let torch's encoder layers call their linear layers in evaluation too.
+
+    Their fast path reads the weights instead, and would leave the adapter out without a word.
+    """
+    for inner in module.modules():
+        if isinstance(inner, nn.TransformerEncoderLayer) and any(map(is_layer, inner.children())):
+            inner.activation_relu_or_gelu = 0  # which is what torch asks before it takes that path
+
+
+def _exact(module: nn.Module, paths: set[str]) -> set[str] | str:
+    """Return what peft takes as the names of the modules at `paths` and of no other: the paths, or an expression.
+
+    peft takes a path for the end of a name: proj would be found in block.proj too, and in some places in k_proj.
+    """
+    firsts: dict[str, list[str]] = {}
+    for path in paths:
+        first, _, rest = path.partition(".")
+        firsts.setdefault(rest, []).append(first)
+    for name in (name for name, _ in module.named_modules() if name not in paths):
+        parts = name.split(".")
+        for number, part in enumerate(parts, start=1):
+            if any(part.endswith(first) for first in firsts.get(".".join(parts[number:]), ())):
+                return "|".join(re.escape(path) for path in sorted(paths))
+    return paths
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -137,6 +176,9 @@ def _merged(path: str, layer: Any) -> nn.Module:
         if base.bias is not None:
             whole.bias = base.bias
         return whole.train(base.training)
+    if not (type(base).forward is nn.Linear.forward or is_conv1d(base)):
+        kind = f"a {type(base).__module__}.{type(base).__qualname__}, which computes otherwise than a linear layer"
+        raise BadInput(f"{path} is {kind}: its adapter cannot be merged. Export with --to peft", key=_KEY)
     try:
         layer.merge(safe_merge=True)
     except ValueError as error:

@@ -15,6 +15,7 @@ from gossamer.model.adapter import Adapter, AdapterTensor, _peft
 
 _KEYS_AND_VALUES = r"(k_proj|v_proj|key|value|c_attn|query_key_value)$"
 _DOWN = r"(down_proj|fc2|mlp\.c_proj|dense_4h_to_h|wo|output\.dense)$"
+_BOTH = f"{_KEYS_AND_VALUES}|{_DOWN}"  # one pattern: some models have only one of the two
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Ia3(Adapter):
     `feedforward`: patterns of those of the `targets` whose input is scaled, and not their output.
     """
 
-    targets: tuple[str, ...] = (_KEYS_AND_VALUES, _DOWN)
+    targets: tuple[str, ...] = (_BOTH,)
     feedforward: tuple[str, ...] = (_DOWN,)
 
     def config(self, paths: Sequence[str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +15,7 @@ from gossamer.view.report.look import STYLE
 from gossamer.view.report.sections import sections
 from gossamer.view.run_history import RunHistory
 
+_FOOT = "Written by gossamer report"
 # Nothing may be loaded or run, whatever the text of a run brought into the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
@@ -31,13 +33,15 @@ class ReportFiles:
 def write_report(run: RunHistory, out: Path) -> ReportFiles:
     """Write the report of a run as HTML to `out`, and as Markdown beside it; each appears completely or not at all.
 
-    Raises BadInput where `out` is not named .html, or cannot be written.
+    Raises BadInput where `out` is not named .html, cannot be written, or one of the two is a file that is no report.
     """
     if out.suffix.lower() not in (".html", ".htm"):
         raise bad_input(
             wanted="a file named .html", got=str(out), do="the Markdown is written beside it, as .md", key="--out"
         )
     beside = out.with_suffix(".md")
+    for file in (out, beside):
+        _check_replaceable(file)
     found = list(sections(run))
     html, markdown = html_page(run, found).encode(), markdown_page(run, found).encode()
     for file, content in ((out, html), (beside, markdown)):
@@ -78,7 +82,22 @@ def _about(run: RunHistory) -> str:
 
 
 def _foot() -> str:
-    return f"Written by gossamer report, version {version('gossamer')}, from the records of the run."
+    return f"{_FOOT}, version {version('gossamer')}, from the records of the run."
+
+
+def _check_replaceable(file: Path) -> None:
+    """Raise BadInput for a file that is there already and is no report: notes.html comes with notes.md."""
+    try:
+        is_other = file.is_file() and _FOOT.encode() not in file.read_bytes()[-1024:]
+    except OSError:
+        is_other = False  # writing it says what is wrong
+    if is_other:
+        raise bad_input(
+            wanted=f"to write the report {file}",
+            got="a file of that name, which is no report",
+            do="give another name with --out, or move that file away",
+            key="--out",
+        )
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -87,7 +106,8 @@ def _write(file: Path, content: bytes) -> None:
         beside.write_bytes(content)
         os.replace(beside, file)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink()
         raise BadInput(
             f"cannot write the report {file}: {error.strerror or error}: name a file in a folder that can be written",
             key="--out",
