@@ -123,6 +123,10 @@ WRITTEN: dict[str, list[Any]] = {
     "data.config": ["data.config={n: 3}", "data.factory=net:data"],
     "train.early_stop.min_delta": ["train.early_stop.min_delta=0.1", "train.early_stop.patience=3"],
     "train.early_stop.monitor": ["train.early_stop.monitor=loss", "train.early_stop.patience=3"],
+    "train.adversarial.alpha": ["train.adversarial.alpha=0.1", "train.adversarial.epsilon=0.1"],
+    "train.adversarial.direction": ["train.adversarial.direction=normalized", "train.adversarial.epsilon=0.1"],
+    "train.adversarial.delay": ["train.adversarial.delay=1", "train.adversarial.epsilon=0.1"],
+    "train.adversarial.inputs": ["train.adversarial.inputs=[x]", "train.adversarial.epsilon=0.1"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }
 

@@ -13,7 +13,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import MeshSizes, Plan
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "gossamer"
-STANDS_FOR_A_SECTION = {"asked", "section", "wanted"}  # names of arguments that are one
+STANDS_FOR_A_SECTION = {"asked", "section", "settings", "wanted"}  # names of arguments that are one
 
 
 def reads() -> Iterator[tuple[str, str]]:

@@ -4,8 +4,8 @@ State is keyed by parameter name and slot. A slot is one number for all of a par
 first dimension is the parameter's, and row i of it belongs to row i of the parameter and to no other. The rest of its
 shape and its type are the optimizer's affair. So a checkpoint can store it by slice, sharding can divide it by rows,
 and another number of ranks finds it bit for bit. A state in 8 bits is a code: it means something only beside the other
-slots of its parameter, and nobody may average it (`is_coded`). Only optimizers that need all parameters at once (not
-`by_parameter`) have slots of other shapes. Learning-rate schedules are in `optimizer.lr_schedule`,
+slots of its parameter, and nobody may average it (`is_coded`). Only optimizers that need all parameters at once
+(`has_one_clip`) have slots of other shapes. Learning-rate schedules are in `optimizer.lr_schedule`,
 penalties in `optimizer.proximal_operator`.
 """
 
@@ -57,6 +57,11 @@ class Optimizer(ABC):
     def by_parameter(self) -> bool:
         """Return whether each parameter is updated by itself, so that one rank may own all of it and its states."""
         return True
+
+    @property
+    def has_one_clip(self) -> bool:
+        """Return whether an update needs all parameters of the model in one call, as they move under one clip."""
+        return False
 
     @property
     def can_start_local(self) -> bool:

@@ -72,7 +72,11 @@ class EvaRule(Optimizer):
 
     @property
     def by_parameter(self) -> bool:
-        return False  # one clip for all layers
+        return False
+
+    @property
+    def has_one_clip(self) -> bool:
+        return True
 
     @property
     def counts_each(self) -> bool:

@@ -31,6 +31,10 @@ class Wrapper(Optimizer):
         return self.inner.by_parameter
 
     @property
+    def has_one_clip(self) -> bool:
+        return self.inner.has_one_clip
+
+    @property
     def can_start_local(self) -> bool:
         return self.inner.can_start_local
 

@@ -31,7 +31,7 @@ class ByPattern(Wrapper):
     lr_factors: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.inner.by_parameter:
+        if self.inner.has_one_clip:
             do = "choose another optimizer for `inner`, or this one for all parameters"
             got = "one that moves all parameters under one clip"
             raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="inner")

@@ -70,7 +70,7 @@ class Muon(Optimizer):
         positive("iterations", self.iterations)
         if isinstance(self.rest, Muon):
             raise bad_input(wanted="another optimizer", got="muon", do="leave `rest` out: it is adamw", key="rest")
-        if not self.rest.by_parameter:
+        if self.rest.has_one_clip:
             do = "choose another optimizer for `rest`, or this one for all parameters"
             got = "one that moves all parameters under one clip"
             raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="rest")

@@ -26,6 +26,7 @@ PLANNED = (
     "train.accumulate",
     "train.optimizer",
     "train.verify",
+    "train.adversarial",
     "data.sequence",
 )
 # Of a plan that was written by a run, methods that it found by measuring: `auto`, and what stands in for it.

@@ -40,7 +40,7 @@ def adversarial_with_training(recipe: Recipe) -> BadInput | None:
     config = recipe.config
     if not config.train.adversarial.epsilon:
         return None
-    if not recipe.optimizer.by_parameter:
+    if recipe.optimizer.has_one_clip:
         return bad_input(
             wanted="an optimizer that follows gradients alone with adversarial training, where layers see their inputs "
             "in three passes",

@@ -48,7 +48,7 @@ def average_with_differences(recipe: Recipe) -> BadInput | None:
 
 def one_clip_with_stages(recipe: Recipe) -> BadInput | None:
     """Return an error for stages with an optimizer that must see all parameters at once."""
-    if recipe.optimizer.by_parameter or not recipe.in_stages:
+    if not recipe.optimizer.has_one_clip or not recipe.in_stages:
         return None
     return bad_input(
         wanted=f"no pipeline stages with {told(recipe.config.train.optimizer)}, which moves all layers under one clip",
@@ -60,7 +60,7 @@ def one_clip_with_stages(recipe: Recipe) -> BadInput | None:
 
 def one_clip_with_sync(recipe: Recipe) -> BadInput | None:
     """Return an error for local updates with an optimizer that must see all parameters at once."""
-    if recipe.optimizer.by_parameter or (recipe.sync.is_plain and recipe.plan.sync != "auto"):
+    if not recipe.optimizer.has_one_clip or (recipe.sync.is_plain and recipe.plan.sync != "auto"):
         return None
     return bad_input(
         wanted=f"plan.sync every_step with {told(recipe.config.train.optimizer)}, which needs means over all ranks",
