@@ -27,6 +27,7 @@ from gossamer.run.batches import Batches, DatasetBatches
 from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward
+from gossamer.saver.recompute import Recompute
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 from savers import Row
@@ -39,17 +40,18 @@ _CPU = torch.device("cpu")
 def rows(*, quick: bool = False) -> Iterator[Row]:
     """Rows of plain training, of all blocks recomputed, and of two budgets between them."""
     steps = 2 if quick else 5
-    plain = _measured([], "plain training", steps, peer="plain")
-    least = _measured(["recompute"], "all blocks", steps)
+    plain = measured([], "plain training", steps, peer="plain")
+    least = measured(["recompute"], "all blocks", steps)
     yield plain
     yield least
     assert plain.planned_peak_bytes is not None and least.planned_peak_bytes is not None
     for share in (0.3, 0.7):
         budget = least.planned_peak_bytes + share * (plain.planned_peak_bytes - least.planned_peak_bytes)
-        yield _measured([{"recompute": {"budget": f"{budget:.0f}B"}}], f"budget {budget / 2**20:.0f} MiB", steps)
+        yield measured([{"recompute": {"budget": f"{budget:.0f}B"}}], f"budget {budget / 2**20:.0f} MiB", steps)
 
 
-def _measured(savers: list[Any], what: str, steps: int, *, peer: str = "") -> Row:
+def measured(savers: list[Any], what: str, steps: int, *, peer: str = "", method: str = "recompute") -> Row:
+    """Return the row of some savers: peak of activations as planned and as measured, seconds of a step, loss."""
     module = Hf("gpt2", {**_SIZES, "n_positions": _SEQUENCE}).fitted_to_tokenizer(_VOCABULARY, _SEQUENCE).build(0)
     config = RunConfig.model_validate(
         {"train": {"batch": _ROWS, "accumulate": 1}, "plan": {"savers": savers}, "machines": {"threads": 1}}
@@ -63,7 +65,7 @@ def _measured(savers: list[Any], what: str, steps: int, *, peer: str = "") -> Ro
     peak, seconds, last = _trained(module, config, plan, data, steps)
     parameters = sum(p.numel() for p in module.parameters())
     return Row(
-        method="recompute",
+        method=method,
         peer=peer,
         setting=f"{what}; gpt2 of {parameters / 1e6:.1f} M parameters, {_ROWS} x {_SEQUENCE} tokens, fp32, one thread; "
         "peak of a forward and backward pass by the events of torch's CPU allocator",
@@ -76,7 +78,8 @@ def _measured(savers: list[Any], what: str, steps: int, *, peer: str = "") -> Ro
 
 
 def _units(methods: PlanMethods, module: nn.Module, plan: Plan) -> list[str]:
-    return [name for saver in methods.savers for name in saver.chosen(module, plan.units)]  # type: ignore[attr-defined]
+    chosen = (one.chosen(module, plan.units) for one in methods.savers if isinstance(one, Recompute))
+    return [name for names in chosen for name in names]
 
 
 def _trained(module: nn.Module, config: RunConfig, plan: Plan, data: Batches, steps: int) -> tuple[int, float, float]:

@@ -133,7 +133,10 @@ def counted() -> dict[str, dict[str, Any]]:
 
 
 def trained(kind: str, seed: int, tokens: int) -> dict[str, Any]:
-    """Train once; the loss at the end, the bytes of the states and the median seconds of a step and of its update."""
+    """Train once with an optimizer, or with AdamW and a saver.
+
+    Return the loss at the end, the bytes of the states and the median seconds of a step and of its update.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model, (text, held) = Bytes(), _text()
@@ -160,9 +163,12 @@ def trained(kind: str, seed: int, tokens: int) -> dict[str, Any]:
 
 
 def _ours(kind: str, model: nn.Module) -> tuple[Update, Callable[[], int]]:
-    from gossamer import optimizer as optimizers
+    from gossamer import loss, optimizer, saver
 
-    rule, params = optimizers.build({kind: {"lr": LR}}), dict(model.named_parameters())
+    if kind in saver.names():
+        saver.build(kind).install(model, saver.Site(units=(), objective=loss.build("next_token")))
+        kind = "adamw"
+    rule, params = optimizer.build({kind: {"lr": LR}}), dict(model.named_parameters())
     state, done = rule.init(params), [0]
 
     def update(factor: float) -> None:

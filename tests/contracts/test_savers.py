@@ -32,6 +32,13 @@ def test_it_trains_as_plain_training_does(written: object) -> None:
     assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
+def test_savers_go_together_in_any_order() -> None:
+    both: list[Saver] = [saver.build("fp8_activations"), saver.build("cut_cross_entropy")]
+    plain = trained(gpt2, [])
+    for order in (both, both[::-1]):
+        assert trained(gpt2, order)["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
 @pytest.mark.parametrize("written", WRITTEN, ids=str)
 def test_an_evaluation_gives_what_it_gave(written: object) -> None:
     module, ids = gpt2().eval(), batch()["input_ids"]

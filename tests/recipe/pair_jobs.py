@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gossamer import loss
 from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
@@ -32,6 +33,18 @@ class EqualTokens(Tokens):
         self.labels = self.ids.clone()
 
 
+class Headed(Causal):
+    """Its logits come from a layer, with the weight of the embedding: a loss in tiles finds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(input_ids))
+
+
 def losses(seat: Seat, *, runs: Sequence[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Train each of `runs`, sections of a configuration: the losses of its steps, digest and norms of parameters."""
     store = seat.store()
@@ -45,7 +58,7 @@ def _trained(seat: Seat, store: dist.Store, sections: dict[str, dict[str, Any]],
     asked = PartitionRequest(
         config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu
     )
-    held = build_rank_model(ModuleSource(Causal()), asked, None)
+    held = build_rank_model(ModuleSource(Headed()), asked, None)
     directory = RunDirectory(Path(seat.folder) / str(number))
     parts = parts_of(asked, held, validation=None, words=None)
     where = RankContext(
@@ -55,7 +68,7 @@ def _trained(seat: Seat, store: dist.Store, sections: dict[str, dict[str, Any]],
         parts=parts,
         where=where,
         directory=directory,
-        described="Causal",
+        described="Headed",
         data=DataDescription(fingerprint="tokens", text="tokens"),
         resume=False,
         at=lambda step, phase: None,

@@ -40,6 +40,8 @@ EXACT = (
     "ZeRO 3",
     "hierarchical exchange",
     "momentum of the exchange",
+    "recompute",
+    "cut cross-entropy",
     "verification",
 )
 SPLIT = ("pipeline stages", "uneven stages", "unequal batch fractions")

@@ -140,12 +140,15 @@ class Causal(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
         self.register_buffer("seen", torch.zeros(()))
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def features(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
         counts = torch.arange(1, x.shape[1] + 1)[:, None]
         for layer in self.layers:
             x = x + torch.tanh(layer(x.cumsum(1) / counts))
-        return 0.1 * x @ self.embed.weight.T
+        return 0.1 * x
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.features(input_ids) @ self.embed.weight.T
 
 
 class Unrooted(nn.Module):

@@ -223,6 +223,7 @@ def test_tokens_are_refused_before_the_first_step(tmp_path: Path) -> None:
         ({"plan": {"sharding": "zero3"}}, "zero2"),
         ({"train": {"precision": "fp16"}}, "train.precision"),
         ({"train": {"prove": "always"}}, "train.prove"),
+        ({"train": {"optimizer": "eva"}}, "layers see their inputs in three passes"),
         ({"model": {"compile": True}}, "model.compile"),
         ({"train": {"verify": {"every": 5}}}, "train.verify.every"),
         ({"train": {"adversarial": {"epsilon": 0.0, "delay": 1}}}, "epsilon above 0"),
