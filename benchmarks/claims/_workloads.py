@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy, mse_loss, pad
 
 from claims._lm import Lm, Shape, loss_of, text
 from gossamer import optimizer as optimizer_methods
+from gossamer.model.layer_vectors import LayerHooks
+from gossamer.optimizer import LayerVectors
 
 _CHECKED = 1024  # validation sequences
 
@@ -121,22 +123,24 @@ def followed(work: Workload, written: Any, *, horizon: float, seed: int, evaluat
     params = dict(model.named_parameters())
     rule = optimizer_methods.build(written)
     state = rule.init(params)
-    has_average = getattr(rule, "has_average", False)  # of optimizers without a schedule
+    hooks = LayerHooks.of(model, rule.wants_vectors(params))
     steps = max(2, round(horizon * work.steps))
     due = {round((k + 1) * steps / evaluations) for k in range(evaluations)}
     found, seconds = [], 0.0
     for step, rows in enumerate(_batches(work, seed, steps)):
         began = time.process_time()
-        loss = work.loss(model, rows)
-        grads = torch.autograd.grad(loss, list(params.values()))
-        falling = 1.0 if has_average else 2 * (steps - step) / steps
+        with hooks.open():
+            loss = work.loss(model, rows)
+            grads = torch.autograd.grad(loss, list(params.values()))
+        rule.see({n: LayerVectors(s.input / s.positions, s.output) for n, s in hooks.sums.items()}, state)
+        falling = 1.0 if rule.has_average else 2 * (steps - step) / steps
         scale = min(1.0, (step + 1) / max(1, steps // 20), falling)
         rule.update(params, dict(zip(params, grads, strict=True)), state, lr_scale=scale, step=step)
         seconds += time.process_time() - began
         if not math.isfinite(float(loss.detach())):
             break
         if step + 1 in due:
-            mean = rule.average(params, state) if has_average else {}
+            mean = rule.average(params, state)
             found.append((round(seconds, 4), _checked(work, model, mean)))
     return found
 

@@ -57,6 +57,7 @@ METHODS = (
         lambda rate: {"schedule_free_adamw": {"lr": rate, "weight_decay": 0.01}},
         is_claimed=True,
     ),
+    Method("eva", 0.1, lambda rate: {"eva": {"lr": rate}}, is_claimed=True),
 )
 BASELINES = ("adamw", "sgd")
 
