@@ -129,7 +129,7 @@ USAGE = {
     ("export", "runs/none", "out"): "--to",
     ("demo", "--seconds", "-1"): "wanted seconds > 0, got -1",
     ("methods", "optimzer"): "there is no category 'optimzer': did you mean 'optimizer'",
-    ("methods", "optimizer", "adamv"): "did you mean 'adamw'?",
+    ("methods", "optimizer", "adamv"): "did you mean 'adamw' or 'adamw_8bit'?",
     ("config", "check", "nowhere.yaml"): "nowhere.yaml",
 }
 
@@ -169,7 +169,7 @@ MEETING = {
     ("--hosts", "a,a"): "wanted names of different hosts",
     ("--plan", "none.yaml"): "none.yaml, which is no file",
     ("train.batch=0",): "train.batch: wanted a whole number >= 1",
-    ("train.optimizer=adamv",): "did you mean 'adamw'?",
+    ("train.optimizer=adamv",): "did you mean 'adamw' or 'adamw_8bit'?",
 }
 
 

@@ -112,17 +112,17 @@ class OptimizerSlots(Stateful):
             raise CheckpointMismatch(why)
         if not goes_on or not source.versions(name):
             check_agreed(source, name)
-            self._check_code(source, name)
+            self._check_code(source, one)
         elif (version := speaker(source, name, self.members.rank)) not in source.versions(name):
             raise CheckpointMismatch(
                 f"{source.label} holds {name} of ranks {list(source.versions(name))}, wanted rank {version}: resume "
                 "each rank on the host where it ran before"
             )
 
-    def _check_code(self, source: StateSource, name: str) -> None:
+    def _check_code(self, source: StateSource, one: StateSlice) -> None:
         """Raise CheckpointMismatch for a state in a code of which islands hold several: they have no mean."""
-        _, _, param = name.split("/", 2)
-        if is_coded(self.states.held[param]) and set(source.versions(name)) != {REPLICATED}:
+        name = one.where.name
+        if is_coded({name: one.tensor}) and set(source.versions(name)) != {REPLICATED}:
             raise CheckpointMismatch(
                 f"{source.label} holds {name} of islands that trained apart, in a code of 8 bits, which cannot be "
                 "averaged: resume with the plan.sync and the islands that it was saved with"
