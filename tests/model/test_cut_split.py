@@ -117,7 +117,7 @@ def test_input_and_weight_parts_are_the_whole(kind: str, stages: int) -> None:
         assert_same(other, whole)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_of_transformers(kind: str, stages: int) -> None:
     """With dropout: every forward, again or not, is under the key of its micro-batch."""

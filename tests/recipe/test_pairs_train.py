@@ -32,25 +32,19 @@ FEATURES = support()
 BY_NAME = {one.name: one for one in FEATURES.FEATURES}
 AT_ONCE = 1  # runs of one job, which has a deadline
 SPREAD = (
-    ("pipeline stages", "unequal batch fractions"),
     ("pipeline stages", "top-k"),
-    ("pipeline stages", "LAMB"),
-    ("uneven stages", "int8 all-reduce"),
     ("uneven stages", "momentum of the exchange"),
     ("activation compression", "PowerSGD"),
     ("unequal batch fractions", "ZeRO 3"),
     ("unequal batch fractions", "local SGD"),
-    ("unequal batch fractions", "verification"),
     ("ZeRO 1", "EF21"),
     ("ZeRO 1 within islands", "DiLoCo"),
-    ("ZeRO 2", "hierarchical exchange"),
-    ("ZeRO 3", "bf16"),
-    ("SDP4Bit", "top-k"),
+    ("ZeRO 2", "schedule-free AdamW"),
+    ("SDP4Bit", "recompute"),
     ("int8 all-reduce", "gossip"),
-    ("PowerSGD", "L-GreCo"),
     ("hierarchical exchange", "CSER"),
     ("CO2", "1-bit Adam"),
-    ("DiLoCo", "BCRS"),
+    ("Eva", "cut cross-entropy"),
     ("momentum of the exchange", "fp16"),
 )
 

@@ -43,6 +43,7 @@ def units_of(plan: Plan) -> list[str]:
     return saver["recompute"]["units"]
 
 
+@pytest.mark.nightly
 def test_a_smaller_budget_recomputes_more() -> None:
     with pytest.raises(BadInput, match=r"a budget of at least \d+ bytes") as raised:
         plan_of([{"recompute": {"budget": "10kB"}}])
