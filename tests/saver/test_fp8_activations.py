@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -104,6 +106,16 @@ def test_what_is_written_to_later_was_coded_before() -> None:
     ((first + second) * drawn(9)).sum().backward()
     assert module.weight.grad is not None
     assert float((module.weight.grad - 3 * wanted).norm() / (3 * wanted).norm()) < 0.03
+
+
+def test_an_input_that_nobody_else_keeps_is_freed() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    build("fp8_activations").install(module, SITE)
+    seen: list[weakref.ref[Tensor]] = []
+    module[1].register_forward_pre_hook(lambda _, given: seen.append(weakref.ref(given[0])))
+    out = module(drawn(1))
+    assert seen[0]() is None
+    out.sum().backward()
 
 
 def test_shapes_alone_are_counted_as_tensors_are() -> None:

@@ -121,7 +121,10 @@ def _wrapped(layer: nn.Module, least: int, shared: _Shared) -> Callable[[], None
             return kept if found is None else _Kept(_coded(found, shared), kept.shape, kept.dtype)
 
         with saved_tensors_hooks(pack, _unpacked):
-            return plain(*args, **kwargs)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                given.clear()  # what is kept holds `pack`, which would hold the inputs
 
     layer.forward = forward  # type: ignore[method-assign]
 
