@@ -9,6 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+_LEAST_BYTES = 2**20  # of a bucket: smaller ones cost more in messages than they hide
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -95,6 +97,3 @@ def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int
             held = open_buckets[kind] = {}
         held[name] = tensor
     return (*done, *(Layout.of(held) for held in open_buckets.values() if held))
-
-
-_LEAST_BYTES = 2**20  # of a bucket: smaller ones cost more in messages than they hide

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._patterns import check_patterns
 from gossamer.spec.errors import BadInput
 from gossamer.spec.validate import below_one, not_negative, positive
 
@@ -180,11 +181,7 @@ def check(rule: EvaRule) -> None:
     if not 0 < rule.decay <= 1:
         raise BadInput(f"wanted a weight of new vectors above 0 and up to 1, got {rule.decay:g}", key="decay")
     not_negative("weight_decay", rule.weight_decay)
-    for pattern in rule.plain:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise BadInput(f"{pattern!r} is no regular expression: {error}", key="plain") from None
+    check_patterns(rule.plain, "plain")
 
 
 def _square(tensor: Tensor) -> Tensor:

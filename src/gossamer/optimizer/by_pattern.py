@@ -17,10 +17,10 @@ from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
 from gossamer.optimizer._foreach import chosen
+from gossamer.optimizer._patterns import check_found, check_patterns
 from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
-from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.suggest import nearest
+from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +35,15 @@ class ByPattern(Wrapper):
             do = "choose another optimizer for `inner`, or this one for all parameters"
             got = "one that moves all parameters under one clip"
             raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="inner")
+        check_patterns((pattern for pattern, _ in self.lr_factors), "lr_factors")
         for pattern, factor in self.lr_factors:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"{pattern!r} is no regular expression: {error}", key="lr_factors") from None
             if not 0 < factor < float("inf"):
                 do = "write a finite factor above 0; model.freeze keeps parameters as they are"
                 raise bad_input(wanted=f"a factor for {pattern!r} above 0", got=str(factor), do=do, key="lr_factors")
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
-        for pattern, _ in self.lr_factors:
-            if not any(re.search(pattern, name) for name in names):
-                raise BadInput(
-                    f"no trained parameter has {pattern!r} in its name: {nearest(pattern, list(names))}",
-                    key="train.optimizer.by_pattern.lr_factors",
-                )
+        check_found((pattern for pattern, _ in self.lr_factors), names, "train.optimizer.by_pattern.lr_factors")
 
     def update(
         self,

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
 from gossamer.optimizer._foreach import chosen
+from gossamer.optimizer._patterns import check_found, check_patterns
 from gossamer.optimizer.adamw import AdamW
-from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.suggest import nearest
+from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import below_one, not_negative, positive
 
 _P, _Q, _R = 3.4445, -4.7750, 2.0315
@@ -78,11 +78,7 @@ class Muon(Optimizer):
             do = "choose another optimizer for `rest`, or this one for all parameters"
             got = "one with an averaged point, which matrices have not"
             raise bad_input(wanted="an optimizer that is evaluated at its parameters", got=got, do=do, key="rest")
-        for pattern in (*self.matrices, *(one for one, _, _ in self.fused)):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"{pattern!r} is no regular expression: {error}", key="matrices") from None
+        check_patterns((*self.matrices, *(one for one, _, _ in self.fused)), "matrices")
         for pattern, parts, dim in self.fused:
             if parts < 1 or dim not in (0, 1):
                 do = "write [pattern, parts, dimension] such as [qkv, 3, 0]"
@@ -92,12 +88,7 @@ class Muon(Optimizer):
 
     def check(self, names: Collection[str]) -> None:
         self.rest.check([name for name in names if not self._may_be_matrix(name)])
-        for pattern in self.matrices:
-            if not any(re.search(pattern, name) for name in names):
-                raise BadInput(
-                    f"no trained parameter has {pattern!r} in its name: {nearest(pattern, list(names))}",
-                    key="train.optimizer.muon.matrices",
-                )
+        check_found(self.matrices, names, "train.optimizer.muon.matrices")
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._patterns import check_found, check_patterns
 from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.optimizer.by_pattern import ByPattern
 from gossamer.optimizer.muon import Muon
 from gossamer.optimizer.proximal_operator import ProximalOperator
 from gossamer.optimizer.proximal_operator.l1 import L1
-from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.suggest import nearest
+from gossamer.spec.errors import bad_input
 
 _KEY = "train.optimizer.proximal.parameters"
 
@@ -61,19 +61,11 @@ class Proximal(Wrapper):
                 do="take sgd or adamw: an average of sparse points is not sparse, nor is a step under one clip a rate",
                 key="inner",
             )
-        for pattern in self.parameters:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"{pattern!r} is no regular expression: {error}", key="parameters") from None
+        check_patterns(self.parameters, "parameters")
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
-        for pattern in self.parameters:
-            if not any(re.search(pattern, name) for name in names):
-                raise BadInput(
-                    f"no trained parameter has {pattern!r} in its name: {nearest(pattern, list(names))}", key=_KEY
-                )
+        check_found(self.parameters, names, _KEY)
 
     @property
     def by_element(self) -> bool:
