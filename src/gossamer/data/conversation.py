@@ -25,7 +25,14 @@ Role = Literal["system", "user", "assistant"]
 _ROLES: Mapping[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 _FROM: Mapping[str, Role] = {**_ROLES, "human": "user", "gpt": "assistant"}
 _NOT_READ = (  # would change what is learnt
-    *("tools", "functions", "tool_calls", "function_call", "weight", "train", "reasoning_content", "thinking"),
+    "tools",
+    "functions",
+    "tool_calls",
+    "function_call",
+    "weight",
+    "train",
+    "reasoning_content",
+    "thinking",
 )
 _DIALECTS = {"messages": ("messages",), "conversations": ("conversations",), "instruction": ("instruction", "output")}
 _EXPECTED = "one of messages (role, content), conversations (from, value), instruction with output"
