@@ -146,8 +146,7 @@ def test_a_unit_that_the_model_does_not_have() -> None:
 @pytest.mark.parametrize(("savers", "plan", "said"), [
     (["recompute", {"recompute": {"every": 2}}], {}, "every saver once"),
     (["recompute"], {"sync": "just_one_byte"}, "a backward pass, whose memory a saver saves"),
-    ([{"recompute": {"every": 2}}], {"mesh": {"pipe": 2}}, "a stage is recomputed as a whole"),
-    (["recompute"], {"mesh": {"pipe": 2}, "pipeline_schedule": {"recompute": "one_f_one_b"}}, "recompute once"),
+    ([{"recompute": {"budget": "1MiB"}}], {"mesh": {"pipe": 2}}, "recompute of named units in stages"),
 ])  # fmt: skip
 def test_what_it_cannot_be_combined_with(savers: list[Any], plan: dict[str, Any], said: str) -> None:
     keys = {name: value for name, value in plan.items() if name in ("sync", "mesh", "pipeline_schedule")}

@@ -13,8 +13,8 @@ from gossamer.exchange import Exchange
 from gossamer.p2p import activation
 from gossamer.p2p.activation import ActivationCodec
 from gossamer.pipeline import schedule
+from gossamer.pipeline.recomputed import Recomputed
 from gossamer.pipeline.schedule import PipelineSchedule
-from gossamer.pipeline.schedule.recompute import Recompute
 from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.saver import Saver
 from gossamer.sharding import RowPartition, Sharding
@@ -57,7 +57,7 @@ class PlanMethods:
             sync=sync_methods.build(EVERY_STEP if plan.sync == AUTO else plan.sync, key="plan.sync"),
             sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
             exchange=ParameterRules.read(ALL_REDUCE if plan.exchange == AUTO else plan.exchange),
-            schedule=Recompute(order) if again else order,
+            schedule=Recomputed(order) if again else order,
             activation=tuple(activation.build(one, key="plan.activation_compression") for one in each),
             savers=savers,
         )

@@ -17,7 +17,7 @@ from gossamer.run.batches import moved
 from gossamer.run.checkpoint import trainable
 from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
-from gossamer.run.staged_model import StagePart
+from gossamer.run.staged_model import StagedModel, StagePart
 from gossamer.run.step_runner import ModelPart, ModelRuntime, UnsplitModel
 from gossamer.saver import Site, install_all
 from gossamer.sharding import Holding, holdings, shapes_of
@@ -56,10 +56,17 @@ def _site(parts: Parts, randomness: UnitSeeds) -> Site:
         units=parts.units,
         objective=parts.objective,
         in_stages=parts.cut is not None,
+        elsewhere=frozenset() if parts.cut is None else frozenset(parts.units) - _units_here(parts.cut),
         batch=first,
         rows=max(1, rows // parts.train.together),
         drawing=lambda: randomness.at(0, 0),
     )
+
+
+def _units_here(cut: StagedModel) -> frozenset[str]:
+    """Return the names of the units that the stages of this rank run."""
+    parts = [(stage.flow, stage.part) for stage in cut.stages.values()]
+    return frozenset(call.unit for flow, part in parts for call in flow.calls[part.low : part.high])
 
 
 def check_isolates(module: nn.Module, caller: ForwardAdapter) -> None:

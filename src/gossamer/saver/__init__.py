@@ -53,15 +53,17 @@ class Site:
     """Where a saver is installed.
 
     `units`: the names of the model's units, each with its own random state. `objective`: what computes the loss from
-    the output of a training forward. `in_stages`: the module is that of some pipeline stages, and units of other stages
-    are placeholders in it. `is_outline`: it has shapes alone, to count memory. `batch`: training rows on the module's
-    device, as few as the loss takes; None where there are none. `rows`: how many a micro-batch of this rank has.
-    `drawing`: the context in which a forward and its backward draw the random numbers of a micro-batch.
+    the output of a training forward. `in_stages`: the module is that of some pipeline stages; the units in `elsewhere`
+    are those of other ranks' stages, and placeholders in it. `is_outline`: it has shapes alone, to count memory.
+    `batch`: training rows on the module's device, as few as the loss takes; None where there are none. `rows`: how many
+    a micro-batch of this rank has. `drawing`: the context in which a forward and its backward draw the random numbers
+    of a micro-batch.
     """
 
     units: tuple[str, ...]
     objective: Loss
     in_stages: bool = False
+    elsewhere: frozenset[str] = frozenset()
     is_outline: bool = False
     batch: Mapping[str, Tensor] | None = None
     rows: int = 1
@@ -84,15 +86,18 @@ class Saver(ABC):
 
     `is_exact`: trained weights are bit-equal to those of plain training. `in_stages`: it works in a model in pipeline
     stages. `with_sharded_parameters`: it works where a unit's parameters are there only while the unit runs.
-    `recomputes_stages`: in stages, it is the schedule that recomputes the forward of a stage. `excludes`: names of
-    other savers that it cannot be combined with.
+    `excludes`: names of other savers that it cannot be combined with.
     """
 
     is_exact: ClassVar[bool] = True
     in_stages: ClassVar[bool] = False
     with_sharded_parameters: ClassVar[bool] = False
-    recomputes_stages: ClassVar[bool] = False
     excludes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def recomputes_stages(self) -> bool:
+        """Return whether, in stages, it is the schedule that recomputes the forward of a whole stage."""
+        return False
 
     @abstractmethod
     def install(self, module: nn.Module, site: Site) -> Installed:

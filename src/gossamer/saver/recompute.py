@@ -4,7 +4,8 @@ Units:  the repeated blocks of the model (all units where it has none): all, eve
         keeps the activations of a micro-batch within `budget` at the least seconds (exact, `_cheapest_set.py`).
 Memory: of a recomputed unit its arguments from forward to backward, and all that it saves while its backward runs.
 Work:   one forward more of every recomputed unit.   Result: bit-equal to plain training.
-Stages: a model in pipeline stages recomputes whole stages, right before the backward of a micro-batch.
+Stages: with `recompute` alone a pipeline stage recomputes all of itself, right before the backward of a micro-batch;
+        with units or every it recomputes these within the backward, as a model in one process does.
 Paper:  Chen et al., arXiv:1604.06174; the set by dynamic programming as in Beaumont et al., arXiv:1911.13214 in kind.
 """
 
@@ -16,6 +17,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from gossamer.model.split.later_effects import changes_python
 from gossamer.model.units import block_names
 from gossamer.saver import Installed, Saver, Site
 from gossamer.saver._recomputed_unit import RecomputedUnit
@@ -38,7 +40,6 @@ class Recompute(Saver):
 
     in_stages: ClassVar[bool] = True
     with_sharded_parameters: ClassVar[bool] = True
-    recomputes_stages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -52,6 +53,10 @@ class Recompute(Saver):
             )
         if self.budget:
             read_size(self.budget, key="budget")
+
+    @property
+    def recomputes_stages(self) -> bool:
+        return self == Recompute()
 
     @property
     def budget_bytes(self) -> int:
@@ -73,12 +78,12 @@ class Recompute(Saver):
 
     def install(self, module: nn.Module, site: Site) -> Installed:
         assert not self.is_open, "the plan names the units that a budget asks for"
-        if site.in_stages:  # its schedule recomputes whole stages
+        if site.in_stages and self.recomputes_stages:  # by its schedule
             return Installed(remove=lambda: None, objective=site.objective)
-        there = [
-            RecomputedUnit(module.get_submodule(name), name, is_outline=site.is_outline)
-            for name in self.chosen(module, site.units)
-        ]
+        here = [name for name in self.chosen(module, site.units) if name not in site.elsewhere]
+        if site.in_stages:
+            _check_kept_apart(module, here)
+        there = [RecomputedUnit(module.get_submodule(name), name, is_outline=site.is_outline) for name in here]
 
         def remove() -> None:
             while there:
@@ -95,6 +100,18 @@ class Recompute(Saver):
                 do=nearest(unknown, tuple(units)),
                 key="plan.savers.recompute.units",
             )
+
+
+def _check_kept_apart(module: nn.Module, units: Collection[str]) -> None:
+    """Raise BadInput for a unit in stages that changes Python state: other stages repeat its changes, once."""
+    changing = next((name for name in units if changes_python(module.get_submodule(name))), None)
+    if changing is not None:
+        raise bad_input(
+            wanted="units of a stage whose forward changes no Python state, as other stages follow it",
+            got=f"{changing}, whose code may change some",
+            do="name other units, or write plan.savers: [recompute], which recomputes whole stages",
+            key="plan.savers.recompute.units",
+        )
 
 
 def recomputable(module: nn.Module, units: Sequence[str]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gossamer.spec.earlier_recompute import as_saver
 from gossamer.spec.method_config import Exchanges, MethodOf, Written
 from gossamer.spec.validation_sets import check_sets, sets_of
 from gossamer.spec.watched_figure import Watched
@@ -332,6 +333,11 @@ class PlanSection(Section):
     adapt_window: Annotated[int, Field(ge=2)] = Field(
         10, description="steps before each choice whose mean gradients the policy measures"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_recompute_as_saver(cls, values: Any) -> Any:
+        return as_saver(values)
 
     @model_validator(mode="after")
     def _window_fits(self) -> PlanSection:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gossamer.spec.cost import Cost
+from gossamer.spec.earlier_recompute import as_saver
 from gossamer.spec.mesh import Mesh
 from gossamer.spec.method_config import Exchanges, Written
 
@@ -81,6 +82,11 @@ class Plan(BaseModel):
     backend: str = "gloo"
     reasons: dict[str, str] = {}
     forecast: Cost = Cost()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_recompute_as_saver(cls, values: Any) -> Any:
+        return as_saver(values)
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from gossamer.pipeline.schedule.recompute import Recompute as RecomputedSchedule
 from gossamer.recipe.recipe import Recipe
 from gossamer.saver.recompute import Recompute
 from gossamer.spec.errors import BadInput, bad_input
@@ -61,23 +60,13 @@ def savers_with_layout(recipe: Recipe) -> BadInput | None:
 
 
 def recompute_with_stages(recipe: Recipe) -> BadInput | None:
-    """Return an error for recompute in stages that names units, or beside a schedule that recomputes too."""
+    """Return an error for a budget of recompute in stages, each of which has activations of its own."""
     found = next((saver for saver in recipe.methods.savers if isinstance(saver, Recompute)), None)
-    if found is None or not recipe.in_stages:
+    if found is None or not recipe.in_stages or not found.budget:
         return None
-    if found != Recompute():
-        return bad_input(
-            wanted="plan.savers: [recompute] in stages, where a stage is recomputed as a whole",
-            got=told(next(one for one in recipe.plan.savers if MethodConfig.parse(one).name == "recompute")),
-            do="leave its settings out, or set plan.mesh.pipe to 1",
-            key=_KEY,
-        )
-    schedule = recipe.methods.schedule
-    if isinstance(schedule, RecomputedSchedule) and isinstance(schedule.inner, RecomputedSchedule):
-        return bad_input(
-            wanted="recompute once: plan.savers: [recompute] puts it around the schedule",
-            got=f"plan.pipeline_schedule {told(recipe.plan.pipeline_schedule)} beside it",
-            do="leave one of the two out",
-            key=_KEY,
-        )
-    return None
+    return bad_input(
+        wanted="recompute of named units in stages, which have as many micro-batches alive as their place asks for",
+        got=told(next(one for one in recipe.plan.savers if MethodConfig.parse(one).name == "recompute")),
+        do="write recompute alone, which recomputes whole stages, or every or units, or set plan.mesh.pipe to 1",
+        key=_KEY,
+    )

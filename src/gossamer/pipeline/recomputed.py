@@ -1,4 +1,6 @@
-"""Recompute: of a micro-batch that waits for its backward a stage keeps what it received, and runs its forward again.
+"""A schedule with recompute: of a micro-batch that waits for its backward a stage keeps what it received alone.
+
+Its forward runs again right before the backward. `plan.savers: [recompute]` puts it around the schedule of the plan.
 
 Order: that of `inner`, with R before every backward.   Live: one micro-batch; of the others the boundary tensors alone.
 Paper: Chen et al., arXiv:1604.06174 (here with the stage for a segment); Huang et al., arXiv:1811.06965, section 2.3.
@@ -16,8 +18,8 @@ from gossamer.pipeline.schedule.one_f_one_b import OneFOneB
 
 
 @dataclass(frozen=True, slots=True)
-class Recompute(ScheduleWrapper):
-    """A wrapper that adds activation recomputation to any other pipeline schedule."""
+class Recomputed(ScheduleWrapper):
+    """Activation recomputation of whole stages, around any other pipeline schedule."""
 
     inner: PipelineSchedule = field(default_factory=OneFOneB)
 
