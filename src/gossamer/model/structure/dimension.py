@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 LEAF, PRODUCT, PARTS = "leaf", "product", "parts"
 
@@ -167,7 +168,7 @@ def sliced(dim: Dimension, start: int, end: int) -> Dimension:
         return product_of([sliced(first, start // inner, end // inner), *rest])
     if root.form == LEAF:
         borders = [0, *(at for at in (start, end) if 0 < at < root.size), root.size]
-        root.take_apart(PARTS, [Dimension(b - a) for a, b in zip(borders, borders[1:], strict=False) if b > a])
+        root.take_apart(PARTS, [Dimension(b - a) for a, b in pairwise(borders) if b > a])
     found, at = list[Dimension](), 0
     for part in root.parts():
         low, high = max(start, at), min(end, at + part.size)

@@ -154,9 +154,11 @@ class DimensionTrace(TorchDispatchMode):
         """Note parameters that are added or multiplied, and the steps of a root mean square normalization."""
         name = name.rstrip("_")
         base = next((one for one in seen if one.of is None), None)
-        if name in ("pow",) and len(args) > 1 and args[1] == 2:
-            found.square = id(args[0])
-        elif name == "square" or (name == "mul" and len(seen) == 2 and seen[0] is seen[1]):
+        if (
+            (name in ("pow",) and len(args) > 1 and args[1] == 2)
+            or name == "square"
+            or (name == "mul" and len(seen) == 2 and seen[0] is seen[1])
+        ):
             found.square = id(args[0])
         elif name == "add" and seen[0].mean_square is not None and isinstance(args[1], float | int):
             of, dim, eps = seen[0].mean_square
@@ -477,8 +479,12 @@ _LAYOUT: Mapping[str, Callable[..., Layout]] = {
     **dict.fromkeys(("detach", "alias", "clone", "contiguous", "lift_fresh", "_to_copy", "copy"), _same),
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
     **dict.fromkeys(("transpose", "t", "numpy_T"), _transpose),
-    **{"permute": _permute, "unsqueeze": _unsqueeze, "squeeze": _squeeze, "expand": _expand},
-    **{"slice": _slice, "repeat": _repeat},
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "slice": _slice,
+    "repeat": _repeat,
 }
 _SPECIAL = frozenset(
     {
