@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class InFloat64(TorchDispatchMode):
+class InFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode that leaves float64 tensors in float64 where a copy in a smaller type is asked for."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
