@@ -16,19 +16,33 @@ from grow.grow_models import VOCABULARY, Plain, bert, fill, gpt2, grown, llama, 
 
 BIG = {"hidden_size": 40, "intermediate_size": 85, "num_hidden_layers": 5, "num_key_value_heads": 5}
 BIG |= {"num_attention_heads": 10}
+WIDER = {"hidden_size": 42, "num_attention_heads": 7, "num_hidden_layers": 3}
+MORE = pytest.mark.nightly
 CASES = [
     (llama, {}, BIG, {}),  # RMSNorm, grouped heads, remainders everywhere, depth
-    (llama, {}, {"hidden_size": 40}, {}),
+    pytest.param(llama, {}, {"hidden_size": 40}, {}, marks=MORE),
     (llama, {"tie_word_embeddings": True}, {**BIG, "hidden_size": 60, "tie_word_embeddings": True}, {}),
     (llama, {}, {**BIG, "hidden_size": 50, "num_hidden_layers": 4}, {"depth": 2}),
     (llama, {}, {"num_attention_heads": 8}, {}),  # more query heads to a key-value head
-    (llama, {}, {"num_hidden_layers": 3}, {}),
+    pytest.param(llama, {}, {"num_hidden_layers": 3}, {}, marks=MORE),
     (gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 3}, {}),  # LayerNorm, Conv1D, fused, tied, positions
-    (gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 4}, {"depth": 2}),
+    pytest.param(gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 4}, {"depth": 2}, marks=MORE),
     (gpt2, {"tie_word_embeddings": False}, {"n_embd": 60, "n_head": 10, "tie_word_embeddings": False}, {"spread": 0.0}),
     (qwen3, {}, BIG, {}),  # norms over the size of a head
-    (neox, {}, {"hidden_size": 42, "num_attention_heads": 7, "intermediate_size": 50, "num_hidden_layers": 3}, {}),
-    (opt, {}, {"hidden_size": 42, "num_attention_heads": 7, "ffn_dim": 50, "num_hidden_layers": 3}, {}),
+    pytest.param(
+        neox,
+        {},
+        {**WIDER, "intermediate_size": 50},
+        {},
+        marks=MORE,
+    ),
+    pytest.param(
+        opt,
+        {},
+        {**WIDER, "ffn_dim": 50},
+        {},
+        marks=MORE,
+    ),
     (bert, {}, {"hidden_size": 48, "num_attention_heads": 8, "intermediate_size": 50}, {}),
     (Plain, {}, {"width": 64, "layers": 5, "heads": 7, "hidden": 50}, {}),  # eps of its own, torch's attention
 ]
@@ -125,8 +139,8 @@ def test_new_blocks_of_type_2_are_not_zero_and_give_zero() -> None:
     x = torch.randn(1, 5, 48, dtype=torch.float64)
     with torch.no_grad():
         assert float((target.blocks[1](x) - x).abs().max()) < 1e-12
-    assert float(target.blocks[1].out.weight.abs().max()) > 0.01
-    assert float((target.blocks[0](x) - x).abs().max()) > 0.01
+        assert float((target.blocks[0](x) - x).abs().max()) > 0.01
+        assert float(target.blocks[1].out.weight.abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class StartedSource(WrappedSource):
     of: str
 
     def describe(self) -> str:
-        return f"{self.inner.describe()}, started from {self.of}"
+        return f"{self.inner.describe().replace(', random weights', '')}, weights of {self.of}"
 
     def bare(self, seed: int) -> nn.Module:
         module = self.inner.bare(seed)
