@@ -44,6 +44,7 @@ STEPS, TOKENS, SEEDS = 400, 2048, 2
 RATE, SMALL_RATE = 4e-3, 4e-3
 LENGTHS = (0.25, 0.5, 0.75, 1.0)  # of the steps from scratch
 SOURCE = {"lemon": 0.5, "g_stack": 0.1, "v_cycle": 0.5}  # steps of the small model, of the same
+WORTH = {"lemon": 9, "g_stack": 8, "v_cycle": 7}
 FIRST = 0.1  # steps of the large model before it is coalesced (V-cycle)
 ALPHA = 0.25
 PAPERS = {"lemon": "0.43 (ViT) and 0.67 (BERT)", "g_stack": "0.65 in tokens of the large model", "v_cycle": "0.8"}
@@ -74,7 +75,7 @@ def studies(*, quick: bool) -> list[Study]:
         if quick
         else Setting(large=LARGE, small=SMALL, steps=STEPS, seeds=SEEDS)
     )
-    return [Study(name, partial(flop_to_loss, setting, name)) for name in SOURCE]
+    return [Study(name, partial(flop_to_loss, setting, name), worth=worth) for name, worth in WORTH.items()]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,8 +214,8 @@ def flop_to_loss(setting: Setting, method: str, trials: Trials) -> list[Row]:
             seeds=setting.seeds,
             setting=setting.told(method),
             holds=is_found and max(each) < 1,
+            ratio_without_source=round(mean(without), 4) if is_found else None,
             details={
-                "ratio_without_source": round(mean(without), 4) if is_found else None,
                 "paper": PAPERS[method],
                 "rates": {name: grid.told() for name, grid in grids.items()},
                 "runs": details,

@@ -60,7 +60,7 @@ def test_below_a_billion_the_equation_asks_for_more_than_there_is_and_is_held() 
 @pytest.mark.parametrize(
     ("make", "large", "said"),
     [
-        (Plain, {"layers": 5}, "set them to 4 or 6"),
+        (Plain, {"layers": 5}, "set it to 4 or 6"),
         (Plain, {"layers": 4, "width": 48}, "the same residual stream in both models"),
         (llama, {"num_hidden_layers": 4, "intermediate_size": 72}, "the same hidden units in both models"),
         (Plain, {"layers": 1}, "larger than its source"),

@@ -78,8 +78,8 @@ def test_a_mixture_of_0_is_the_model_before_and_of_1_the_grown_one() -> None:
 @pytest.mark.parametrize(
     ("small", "large", "by", "said"),
     [
-        ({}, {"width": 40}, "de_coalesce", "multiple of the smaller one's 24.*set them to 24 or 48.*lemon"),
-        ({}, {"layers": 3}, "de_coalesce", "set them to 2 or 4"),
+        ({}, {"width": 40}, "de_coalesce", "multiple of the smaller one's 24.*set it to 24 or 48.*lemon"),
+        ({}, {"layers": 3}, "de_coalesce", "set it to 2 or 4"),
         ({}, {"heads": 6}, "de_coalesce", "heads"),
         ({}, {"width": 48}, "coalesce", "a target that is smaller than its source"),
         ({"width": 48}, {}, "de_coalesce", "a target that is larger than its source"),

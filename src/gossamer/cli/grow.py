@@ -62,7 +62,7 @@ def _told(data: Mapping[str, Any]) -> str:
     if "advised_source_tokens" in data:
         said.append(
             f"train the small model for about {data['advised_source_tokens']:,} tokens of the target's "
-            f"{data['target_tokens']:,} (the paper's equation says {data['paper_source_tokens']:,})"
+            f"{data['target_tokens']:,} (the paper's equation says {data['paper_source_tokens']:.3g})"
         )
     if data["moments"]:
         said.append(f"the optimizer's {', '.join(data['moments'])} are grown too")

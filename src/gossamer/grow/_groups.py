@@ -42,6 +42,10 @@ def _blocks(task: GrowthTask, method: str, *, shrinks: bool) -> list[Mixture]:
     return [((i // size, 1.0),) for i in range(after)]
 
 
+def _counted(role: str) -> str:
+    return "elements of the residual stream" if role == STREAM else role
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     stream: Stream
@@ -52,7 +56,7 @@ class _Rule:
         """Return the maps of one dimension."""
         small, large = sorted((place.before, place.after))
         if large % small or (small != large and (place.before < place.after) == self.shrinks):
-            raise indivisible(self.method, place.role, place.name, small, large)
+            raise indivisible(self.method, _counted(place.role), place.name, small, large)
         size = large // small
         tied = size if place.role == STREAM and place.name in self.stream.tied else 1
         reads = place.is_read

@@ -79,8 +79,8 @@ def indivisible(method: str, role: str, name: str, small: int, large: int) -> Ba
     low = max(1, large // small) * small
     legal = " or ".join(str(one) for one in dict.fromkeys((low, low + small)))
     return bad_input(
-        wanted=f"{role} of the larger model that are a multiple of the smaller one's {small}, as {method} groups them",
+        wanted=f"a number of {role} in the larger model that is a multiple of the smaller one's {small} ({method})",
         got=f"{large} ({name})",
-        do=f"set them to {legal}, or take lemon, which grows to any size",
+        do=f"set it to {legal}, or take lemon, which grows to any size",
         key="--to",
     )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from gossamer import grow
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.grow import Grown, Growth, GrowthTask
-from gossamer.grow._norms import eps_attributes, eps_keys
 from gossamer.job.found_model import check_weights
 from gossamer.job.trained_run import check_no_choice, read_chosen
 from gossamer.model.adapter import adapter_tensors
@@ -28,6 +27,7 @@ from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.started_source import set_attributes
 from gossamer.model.structure.model import ModelStructure, structure_of
+from gossamer.model.structure.norm_eps import eps_attributes, eps_keys
 from gossamer.model.token_logits import logits_of
 from gossamer.run.checkpoint.choice import LATEST, open_chosen
 from gossamer.run.resources import memory
@@ -329,7 +329,7 @@ def _digest(small: GrowthSource) -> str:
 def _next(to: Path, out: Path, config: RunConfig) -> str:
     """Return the command with which training goes on, with a warm-up of its own."""
     schedule = MethodConfig.parse(config.train.lr_schedule)
-    warmup = max(_WARMUP_STEPS, round(0.02 * config.train.steps))
+    warmup = min(max(_WARMUP_STEPS, round(0.02 * config.train.steps)), max(1, config.train.steps // 2))
     key = f" train.lr_schedule.{schedule.name}.warmup={warmup}"
     return f"gossamer train {to} model.start={out}{key}"
 
