@@ -1,0 +1,185 @@
+"""`gossamer grow` from its inputs to its start folder: runs with moments, folders of transformers, own modules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import gossamer
+from gossamer.api import verbs
+from gossamer.model.adapter import adapt
+from gossamer.model.adapter import build as adapter
+from gossamer.model.export import export_hf
+from gossamer.model.origin import origin_of
+from gossamer.model.quantize_base import quantize_base
+from gossamer.settings import load
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import BadInput
+from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
+from gossamer.store.start_folder import MOMENTS, StartFolder
+from grow.grow_models import LLAMA, gpt2, llama, logits, spread_out
+
+LARGE = {**LLAMA, "hidden_size": 40, "intermediate_size": 85, "num_hidden_layers": 3, "num_key_value_heads": 4}
+LARGE |= {"num_attention_heads": 8, "vocab_size": 50}
+
+
+def written(folder: Path, model: dict[str, Any], **train: Any) -> Path:
+    file = folder / "large.yaml"
+    sections = {"model": model, "train": {"steps": 100, "batch": 8, **train}, "data": {"sequence": 32}}
+    file.write_text(yaml.safe_dump(sections))
+    return file
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    export_hf(spread_out(llama()), None, None, tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_a_folder_of_transformers_is_grown_and_loads_there(small: Path, tmp_path: Path) -> None:
+    """The epsilon is in the folder and in the model that a run builds: both compute what the small one did."""
+    from transformers import AutoModelForCausalLM
+
+    config = written(tmp_path, {"hf": "llama", "config": LARGE})
+    data = verbs.grow(small, config, out=tmp_path / "out")
+    assert data["logit_difference"] < 1e-12 and data["proved_in"] == "float64"
+    assert data["logit_difference_as_stored"] < 1e-5
+    assert "model.start=" in data["next"] and "warmup=30" in data["next"]
+    expected = logits(AutoModelForCausalLM.from_pretrained(small))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.rms_norm_eps == pytest.approx(1e-6 * 24 / 40)
+    assert float((logits(loaded) - expected).abs().max()) < 1e-5
+    section = ModelSection(hf="llama", config=LARGE, start=str(tmp_path / "out"))
+    origin = origin_of(section)
+    built = origin.build(0)
+    assert built.model.norm.variance_epsilon == pytest.approx(1e-6 * 24 / 40)
+    assert float((logits(built) - expected).abs().max()) < 1e-5
+    kept = origin.kept()["config.json"]
+    assert isinstance(kept, bytes) and json.loads(kept)["rms_norm_eps"] == pytest.approx(1e-6 * 24 / 40)
+
+
+def test_a_module_of_ones_own_gets_its_epsilon_by_attribute(tmp_path: Path) -> None:
+    from grow.grow_factory import plain
+
+    torch.manual_seed(0)
+    config = written(tmp_path, {"factory": "grow.grow_factory:plain", "config": {"width": 40, "layers": 3}})
+    from gossamer import grow
+    from gossamer.job.growth import GrowthSource, grown_between
+
+    source = spread_out(plain()).eval()
+    target = plain(40, 3)
+    found = grown_between(GrowthSource(module=source, place="here"), target, grow.build("lemon"), load(config).config)
+    assert found.attributes["blocks.0.second.eps"] == pytest.approx(1e-4 * 24 / 40)
+    assert not found.config_keys and float((logits(source) - logits(target)).abs().max()) < 1e-5
+
+
+def test_a_run_is_grown_with_its_moments_and_trains_on(tmp_path: Path) -> None:
+    """On as many ranks as one likes: see tests/run/test_start_folder.py."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text("the river walks slowly under a green lamp " * 60)
+    sections: dict[str, Any] = {
+        "train": {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0},
+        "data": {"source": f"text:{folder}/*.txt", "sequence": 32},
+        "run": {"directory": str(tmp_path / "runs"), "display": "quiet"},
+    }
+    model: dict[str, Any] = {"hf": "llama", "config": {k: v for k, v in LLAMA.items() if k != "vocab_size"}}
+    result = gossamer.train(model, None, sections)
+    run = Path(result.run.path)
+    config = tmp_path / "large.yaml"
+    large = {k: v for k, v in LARGE.items() if k != "vocab_size"}
+    config.write_text(yaml.safe_dump({**sections, "model": {"hf": "llama", "config": large}}))
+    data = verbs.grow(run, config, out=tmp_path / "out")
+    assert data["moments"] == ["mean", "square"] and data["step"] == 3
+    start = StartFolder(tmp_path / "out")
+    assert start.moment_steps == 3 and (tmp_path / "out" / "tokenizer.json").is_file()
+    name = "model.layers.0.mlp.down_proj.weight"
+    at = open_checkpoint(run / "checkpoints", list_checkpoints(run / "checkpoints")[0])
+    stored = at.read(f"optim/mean/{name}")
+    assert torch.allclose(start.tensor(f"mean/{name}", MOMENTS)[:24, :36], stored, rtol=1e-5)
+    more = gossamer.train({"hf": "llama", "config": large, "start": str(tmp_path / "out")}, None, sections)
+    losses = [one.loss for one in more.run.records() if one.kind == "step"]
+    before = [one.loss for one in result.run.records() if one.kind == "step"]
+    assert losses[0] < before[0], "it starts where the small one ended"
+
+
+@pytest.mark.parametrize("kind", ["adapter", "blocks", "folder of peft"])
+def test_what_is_no_whole_model_is_refused_by_name(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
+    from gossamer.job import growth
+
+    module: nn.Module = llama()
+    if kind == "adapter":
+        adapt(module, adapter("lora"), 0)
+    if kind == "blocks":
+        quantize_base(module, "int8")
+    if kind == "folder of peft":
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(BadInput, match=r"with an adapter.*merge it first"):
+            growth.read_source(tmp_path)
+        return
+    with pytest.raises(BadInput, match="with an adapter" if kind == "adapter" else "quantized blocks"):
+        growth._check_plain(module, ModelSection(), "here")
+
+
+def test_a_growth_that_is_not_lossless_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """A post-norm encoder whose width is no multiple: every map exists, and the proof fails."""
+    from gossamer import grow
+    from gossamer.job.growth import GrowthSource, grown_between
+    from grow.grow_factory import encoder
+
+    config = load(written(tmp_path, {"factory": "grow.grow_factory:encoder"})).config
+    source = GrowthSource(module=spread_out(encoder()).eval(), place="here")
+    with pytest.raises(BadInput, match=r"logits that differ by .* multiple of the source's"):
+        grown_between(source, encoder(36, 6), grow.build("lemon"), config)
+    found = grown_between(source, encoder(48, 8), grow.build("lemon"), config)
+    assert found.said["logit_difference"] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("model", "by", "said"),
+    [
+        ({"config": {**LARGE, "vocab_size": 60}}, "lemon", "the same vocabulary in both models"),
+        ({"config": {**LARGE, "hidden_size": 16, "num_hidden_layers": 1}}, "lemon", "larger than its source"),
+        ({"config": LARGE}, "lemmon", "no growth is called 'lemmon'"),
+        ({"config": {**LARGE, "num_hidden_layers": 4}}, "g_stack", "as g_stack grows depth alone"),
+    ],
+)
+def test_bad_input(small: Path, tmp_path: Path, model: dict[str, Any], by: str, said: str) -> None:
+    config = written(tmp_path, {"hf": "llama", **model})
+    with pytest.raises(BadInput, match=said):
+        verbs.grow(small, config, by, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_overwritten_and_a_dry_run_writes_nothing(small: Path, tmp_path: Path) -> None:
+    config = written(tmp_path, {"hf": "llama", "config": LARGE})
+    data = verbs.grow(small, config, "{lemon: {depth: 2}}", out=tmp_path / "out", dry_run=True)
+    assert data["written"] is None and not (tmp_path / "out").exists()
+    with pytest.raises(BadInput, match="which exists"):
+        verbs.grow(small, config, out=small)
+
+
+def test_coalesce_shrinks_and_interpolate_mixes(tmp_path: Path) -> None:
+    """The whole cycle by the command: a large model, its small one, and back onto itself."""
+    torch.manual_seed(0)
+    export_hf(spread_out(gpt2(n_embd=48, n_head=8, n_layer=4)), None, None, tmp_path / "big")
+    keys = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0, "n_positions": 64}
+    down = written(tmp_path, {"hf": "gpt2", "config": {**keys, "n_embd": 24, "n_head": 4, "n_layer": 2}})
+    verbs.grow(tmp_path / "big", down, "coalesce", out=tmp_path / "less")
+    up = written(tmp_path, {"hf": "gpt2", "config": {**keys, "n_embd": 48, "n_head": 8, "n_layer": 4}})
+    by = {"interpolate": {"onto": str(tmp_path / "big"), "alpha": 0.0}}
+    data = verbs.grow(tmp_path / "less", up, by, out=tmp_path / "back")
+    assert data["logit_difference"] > 0.01
+    big, back = (StartFolder(tmp_path / "back").tensor("transformer.wpe.weight"), gpt2())
+    assert big.shape == (64, 48) and back is not None
+    original = origin_of(ModelSection(hf=str(tmp_path / "big"))).build(0)
+    assert torch.equal(big, original.transformer.wpe.weight.detach())
