@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gossamer.api.demo_run import demo_command as demo_command
-from gossamer.api.resumed_run import resume_command as resume_command
-from gossamer.api.started_run import train_command as train_command
+from gossamer.api.phased_run import resume_command as resume_command
+from gossamer.api.phased_run import train_command as train_command
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
-from gossamer.view.run_directory import RunDirectory
+from gossamer.view.run_directory import open_run
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
@@ -35,7 +35,7 @@ def resume(
     from gossamer.view.training_result import TrainingResult
 
     data = resume_command(Path(run_dir), written_overrides(overrides), checkpoint=checkpoint)
-    return TrainingResult(data, run=RunDirectory(Path(run_dir)))
+    return TrainingResult(data, run=open_run(Path(run_dir)))
 
 
 def train(
