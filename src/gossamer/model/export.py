@@ -175,6 +175,11 @@ def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
+def config_of(module: nn.Module) -> dict[str, Any] | None:
+    """Return config.json of a model of transformers; None for another module."""
+    return _config_of(module) if _is_of_transformers(module) else None
+
+
 def _config_of(module: Any) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=True))
     config.pop("_name_or_path", None)
