@@ -106,6 +106,11 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
         do = "name another folder, or remove this one first: nothing is ever overwritten"
         raise bad_input(wanted="a new folder to write", got=f"{request.out}, which exists", do=do, key="--out")
     source = _opened(request)
+    positions = source.origin.positions()
+    if positions is not None and source.length > positions:
+        do = f"give {positions} or fewer"
+        wanted = f"sequences of at most {positions} tokens, as many as the model sees"
+        raise bad_input(wanted=wanted, got=str(source.length), do=do, key="--sequence")
     calibration, measured = _texts(request, source, pruning)
     module = source.module.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
     before = [_loss(module, source, one, progress, "before") for one in measured]
