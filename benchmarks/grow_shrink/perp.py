@@ -26,8 +26,13 @@ from gossamer.prune import build as pruning
 from grow_shrink._pruning import CONTEXT, ROWS, TUNING_SEED, copied, held_loss, mean_loss, stepped, zeros_kept
 
 CONFIG: dict[str, Any] = {
-    **{"n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT, "vocab_size": 256},
-    **{"bos_token_id": None, "eos_token_id": None},
+    "n_embd": 96,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "vocab_size": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
 }
 DENSE_STEPS, DENSE_RATE, STEPS, SEEDS = 600, 4e-3, 50, 3
 SPARSITIES = (0.5, 0.6, 0.7)
