@@ -203,6 +203,33 @@ def export(
     return {"exported": str(target), "load": export_hf(found.module, found.origin, found.tokenizer, target)}
 
 
+def grow(
+    source: str | Path,
+    to: str | Path,
+    by: str | Mapping[str, Any] = "lemon",
+    *,
+    out: str | Path | None = None,
+    checkpoint: str | int = "latest",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Make a larger model of a smaller one (`gossamer grow`); return what was done, in figures.
+
+    source:     a run directory, a Hugging Face folder or a GGUF file.
+    to:         the configuration file of the run that trains the large model.
+    by:         a method of `gossamer methods grow`, as a configuration writes it ("lemon", {"lemon": {"depth": 2}}).
+    out:        the start folder to write; None: grown-NAME in the current folder.
+    checkpoint: of a run, as in `load`.
+    dry_run:    compute and prove, and write nothing.
+    `next` in the result is the command that goes on. Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.growth import grow_model
+    from gossamer.settings.written_method import written_method
+
+    written = dict(by) if isinstance(by, Mapping) else written_method(by, key="--by")
+    target = None if out is None else Path(out)
+    return grow_model(Path(source), Path(to), written, out=target, checkpoint=checkpoint, dry_run=dry_run)
+
+
 def evaluate(
     model: str | Path,
     files: Iterable[str | Path] = (),

@@ -51,6 +51,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Export the model of a run to a Hugging Face directory or a GGUF file.",
         "export runs/NAME --to hf DIR",
     ),
+    "grow": (
+        "grow:grow",
+        "Make a larger model of a smaller one, from which a run starts where the small one ended.",
+        "grow runs/NAME --to large.yaml --by lemon",
+    ),
     "runs": (
         "look_at_runs:runs",
         "List runs, the newest first: outcome, steps, result, model, data.",

@@ -75,12 +75,12 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     files = files_beside(origin, tokenizer)
-    if not _is_of_transformers(inner):
+    if not is_of_transformers(inner):
         config, own, build = _own(inner, origin)
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
         return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
     with quietly(_KEY, wanted=f"a {type(inner).__name__} that transformers can save"):
-        config, tensors = _config_of(inner), _published(inner, _tensors(inner))
+        config, tensors = config_of(inner), _published(inner, _tensors(inner))
     if (generation := getattr(inner, "generation_config", None)) is not None:
         files.setdefault("generation_config.json", _generation(generation))
     _export(target, tensors, config, {}, files)
@@ -139,7 +139,7 @@ def _vocabulary(files: Files) -> Any:
     return read.get("model"), [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
+def is_of_transformers(module: nn.Module) -> bool:
     """Return whether a module is a transformers model; imports transformers only if it may be."""
     if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return False
@@ -177,7 +177,7 @@ def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
 
 def config_of(module: nn.Module) -> dict[str, Any] | None:
     """Return config.json of a model of transformers; None for another module."""
-    return _config_of(module) if _is_of_transformers(module) else None
+    return _config_of(module) if is_of_transformers(module) else None
 
 
 def _config_of(module: Any) -> dict[str, Any]:

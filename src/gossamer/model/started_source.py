@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +16,8 @@ from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.config import ModelSection
-from gossamer.store.start_folder import StartFolder, state_shapes
+from gossamer.spec.errors import bad_input
+from gossamer.store.start_folder import KEY, StartFolder, state_shapes
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,13 @@ class StartedSource(WrappedSource):
     def describe(self) -> str:
         return f"{self.inner.describe()}, started from {self.of}"
 
-    def build(self, seed: int) -> nn.Module:
+    def bare(self, seed: int) -> nn.Module:
         module = self.inner.bare(seed)
+        set_attributes(module, self.folder.attributes, self.folder.config_keys, key=self.folder.key)
+        return module
+
+    def build(self, seed: int) -> nn.Module:
+        module = self.bare(seed)
         self.load(module, frozenset(state_shapes(module)), seed=seed)
         return module
 
@@ -54,7 +62,12 @@ class StartedSource(WrappedSource):
 
     def kept(self) -> Files:
         kept = self.inner.kept()
-        return {**self.files(), **kept} if kept else kept
+        config = kept.get("config.json")
+        if config is None:
+            return kept
+        keys = json.loads(config if isinstance(config, bytes) else config.read_bytes())
+        written = json.dumps({**keys, **self.folder.config_keys}, indent=2) + "\n"
+        return {**self.files(), **kept, "config.json": written.encode()}
 
     def fingerprint(self) -> str:
         return digest([self.inner.fingerprint(), "start"], self.folder.files())
@@ -62,6 +75,22 @@ class StartedSource(WrappedSource):
     @cached_property
     def folder(self) -> StartFolder:
         return StartFolder(Path(self.of).expanduser())
+
+
+def set_attributes(
+    module: nn.Module, attributes: Mapping[str, float], config_keys: Mapping[str, float], *, key: str = KEY
+) -> None:
+    """Set attributes of a module's parts, by path, and keys of its config; raise BadInput for one that it lacks."""
+    for path, value in attributes.items():
+        at, _, name = path.rpartition(".")
+        parts = dict(module.named_modules())
+        if at not in parts or not isinstance(vars(parts[at]).get(name), float):
+            do = "give the model that the start folder was written for"
+            raise bad_input(wanted=f"a model with the number {path}, to set it", got="none", do=do, key=key)
+        setattr(parts[at], name, value)
+    config = getattr(module, "config", None)
+    for name, value in config_keys.items():
+        setattr(config, name, value)
 
 
 def start_of(section: ModelSection) -> StartFolder | None:

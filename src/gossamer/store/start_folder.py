@@ -33,6 +33,7 @@ FORMAT = 1
 HEAD, WEIGHTS, MOMENTS, MASKS = "start.json", "model.safetensors", "moments.safetensors", "masks.safetensors"
 KEY = "model.start"
 _MASK = torch.uint8
+_ENTRIES = {"method", "source", "said", "moment_steps", "attributes", "config_keys"}
 
 Kind: TypeAlias = tuple[tuple[int, ...], str]  # shape and dtype, such as ((8, 4), "float32")
 Content: TypeAlias = Mapping[str, bytes | Path]
@@ -43,8 +44,9 @@ class StartContent:
     """What a start folder is to hold.
 
     method: as written, such as "lemon" or {"lemon": {"spread": 0.1}}; source: digest of the model it was made of; said:
-    figures for people; config: of a Hugging Face model; moments: "SLOT/PARAMETER" -> optimizer state, after
-    `moment_steps` updates; masks: parameter -> which of its elements are kept.
+    figures for people; config: of a Hugging Face model; attributes, config_keys: what the model that is built gets
+    other values of, by path ("norm.eps") and by key of its config ("layer_norm_epsilon"); moments: "SLOT/PARAMETER" ->
+    optimizer state, after `moment_steps` updates; masks: parameter -> which of its elements are kept.
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,6 +54,8 @@ class StartContent:
     source: str
     said: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
+    attributes: Mapping[str, float] = field(default_factory=dict)
+    config_keys: Mapping[str, float] = field(default_factory=dict)
     files: Content = field(default_factory=dict)
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     moment_steps: int = 0
@@ -73,6 +77,7 @@ def write_start(target: Path, content: StartContent) -> int:
     masks = {name: mask.to(dtype=_MASK) for name, mask in content.masks.items()}
     head: dict[str, Any] = {"format": FORMAT, "method": content.method, "source": content.source}
     head |= {"said": dict(content.said), "moment_steps": content.moment_steps}
+    head |= {"attributes": dict(content.attributes), "config_keys": dict(content.config_keys)}
     with new_folder(target) as partial:
         for file, tensors in ((WEIGHTS, content.tensors), (MOMENTS, content.moments), (MASKS, masks)):
             if tensors or file == WEIGHTS:
@@ -124,6 +129,16 @@ class StartFolder:
         """The figures that were said when it was written."""
         found: dict[str, Any] = self._head["said"]
         return found
+
+    @property
+    def attributes(self) -> Mapping[str, float]:
+        """The attributes of modules that get another value, by path, such as the epsilon of a norm."""
+        return {str(path): float(value) for path, value in self._head["attributes"].items()}
+
+    @property
+    def config_keys(self) -> Mapping[str, float]:
+        """The keys of the model's config that get another value."""
+        return {str(key): float(value) for key, value in self._head["config_keys"].items()}
 
     @property
     def moment_steps(self) -> int:
@@ -199,7 +214,7 @@ class StartFolder:
             got = f"format {found.get('format')!r}" if isinstance(found, dict) else "another kind of file"
             do = "write the folder anew with this version of Gossamer"
             raise bad_input(wanted=f"{file} of format {FORMAT}", got=got, do=do, key=self.key)
-        if not (isinstance(found.get(WEIGHTS), dict) and {"method", "source", "said", "moment_steps"} <= found.keys()):
+        if not (isinstance(found.get(WEIGHTS), dict) and found.keys() >= _ENTRIES):
             raise self._damaged(f"{HEAD} that lacks entries")
         return found
 

@@ -1,0 +1,45 @@
+"""Where a model keeps the epsilon of its norms: attributes of the modules, and a key of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from gossamer.model.structure.model import ModelStructure
+from gossamer.spec.errors import bad_input
+
+
+def eps_attributes(structure: ModelStructure, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Return the attributes to set so that norms have the epsilon of `wanted` (by weight); none where they have it.
+
+    Raises BadInput for a norm that keeps its epsilon elsewhere.
+    """
+    known, found = {one.weight: one.eps for one in structure.norms}, dict[str, float]()
+    for weight, value in wanted.items():
+        if value == known[weight]:
+            continue
+        path = weight.rpartition(".")[0]
+        module = structure.module.get_submodule(path)
+        names = [name for name, held in vars(module).items() if isinstance(held, float) and held == known[weight]]
+        if len(names) != 1:
+            raise bad_input(
+                wanted=f"epsilon {known[weight]:g} as an attribute of {path}, to scale it to {value:g}",
+                got=f"{len(names)} such attributes of {type(module).__name__}",
+                do="set the target's width to a multiple of the source's, where no epsilon changes",
+                key="--to",
+            )
+        found[f"{path}.{names[0]}"] = value
+    return found
+
+
+def eps_keys(module: nn.Module, structure: ModelStructure, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Return the keys of a config of transformers that are to say a changed epsilon; none for other models."""
+    config = getattr(module, "config", None)
+    keys = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    known = {one.weight: one.eps for one in structure.norms}
+    found = dict[str, float]()
+    for weight, value in wanted.items():
+        if value != known[weight]:
+            found |= {name: value for name, held in keys.items() if "eps" in name and held == known[weight]}
+    return found
