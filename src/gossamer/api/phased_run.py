@@ -118,7 +118,7 @@ def _check_is_here(config: RunConfig, plan: Path | None, *, is_elsewhere: bool) 
 
 def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     """Return the dry run of each phase. Raises BadInput, with the phase's name, for one that cannot run."""
-    from gossamer.job.phase_checks import check_fits, check_goes_on, look_at
+    from gossamer.job.phase_checks import check_fits, check_tokenizers, look_at
     from gossamer.settings.methods import check_names
 
     found: list[Any] = []
@@ -134,8 +134,9 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
             look = look_at(config)
             check_fits(look)
             if found:
-                _check_source(phases[len(found) - 1].config)
-                check_goes_on(found[-1], look, keeps_shapes=transition.keeps_shapes)
+                _check_source(found[-1].config)
+                check_tokenizers(found[-1], look)
+                transition.check(found[-1], look, phase.by or "")
         except BadInput as error:
             raise of_phase(located(error, phase.resolved.origin), phase.name) from error
         found.append(look)

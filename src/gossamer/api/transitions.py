@@ -7,15 +7,20 @@ entry of `TRANSITIONS`.
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
+
+if TYPE_CHECKING:  # brings torch
+    from gossamer.job.phase_checks import PhaseLook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +35,22 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """A category of methods that make a start folder. keeps_shapes: the parameters before and after are alike."""
+    """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput."""
 
-    keeps_shapes: bool
+    check: Callable[[PhaseLook, PhaseLook, Written], None]
     write: Callable[[StartRequest], Mapping[str, Any]]
+
+
+def _same_shapes(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    from gossamer.job.phase_checks import check_shapes
+
+    check_shapes(before, after)
+
+
+def _can_grow(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    from gossamer.job.phase_checks import check_growth
+
+    check_growth(before, after, by)
 
 
 def _continued(asked: StartRequest) -> Mapping[str, Any]:
@@ -42,8 +59,28 @@ def _continued(asked: StartRequest) -> Mapping[str, Any]:
     return write_continued(asked.source, asked.out)
 
 
-CONTINUED = Transition(keeps_shapes=True, write=_continued)
-TRANSITIONS: Mapping[str, Transition] = {}  # by category
+def _grown(asked: StartRequest) -> Mapping[str, Any]:
+    from gossamer.job.growth import grow_model
+
+    assert asked.by is not None
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder, "target.yaml")
+        target.write_text(yaml.safe_dump(asked.target.model_dump(mode="json")), "utf-8")
+        return grow_model(asked.source, target, asked.by, out=asked.out)
+
+
+def _pruned(asked: StartRequest) -> Mapping[str, Any]:
+    from gossamer.job.pruned_model import PruneRequest, prune_model
+
+    assert asked.by is not None
+    return prune_model(PruneRequest(source=asked.source, by=asked.by, out=asked.out), lambda name, done, total: None)
+
+
+CONTINUED = Transition(check=_same_shapes, write=_continued)
+TRANSITIONS: Mapping[str, Transition] = {  # by category
+    "grow": Transition(check=_can_grow, write=_grown),
+    "prune": Transition(check=_same_shapes, write=_pruned),
+}
 
 
 def transition_of(by: Written | None, *, key: str = "") -> Transition:
@@ -56,9 +93,8 @@ def transition_of(by: Written | None, *, key: str = "") -> Transition:
         if name in registry.names():
             registry.build(by, key=key)
             return found
-    rooms = " or ".join(TRANSITIONS) or "none that is installed"
     raise bad_input(
-        wanted=f"a method of these categories: {rooms}",
+        wanted=f"a method of one of these categories: {', '.join(TRANSITIONS)}",
         got=repr(name),
         do="see `gossamer methods`, or leave `by` out where the weights go on as they are",
         key=key,

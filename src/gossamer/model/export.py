@@ -80,7 +80,7 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
         return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
     with quietly(_KEY, wanted=f"a {type(inner).__name__} that transformers can save"):
-        config, tensors = config_of(inner), _published(inner, _tensors(inner))
+        config, tensors = _config_of(inner), _published(inner, _tensors(inner))
     if (generation := getattr(inner, "generation_config", None)) is not None:
         files.setdefault("generation_config.json", _generation(generation))
     _export(target, tensors, config, {}, files)
