@@ -21,8 +21,8 @@ from gossamer.store.start_folder import state_shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLook:
-    """A phase that has not begun. told: its dry run; origin, shapes: its model without an adapter; tokenizer: fingerprint,
-    "" where its data are no text.
+    """A phase that has not begun. told: its dry run; origin, shapes: its model without an adapter; tokenizer: its
+    fingerprint, "" where its data are no text.
     """
 
     config: RunConfig
@@ -85,7 +85,7 @@ def check_shapes(before: PhaseLook, after: PhaseLook) -> None:
 def check_growth(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     """Raise BadInput where the model of a phase cannot be grown of the one before: tried with random weights."""
     method = grow.build(by, key=grow.KEY)
-    if method.before:  # another model, which need not be there yet
+    if method.before or method.others:  # other models, which need not be there yet
         return
     small = GrowthSource(module=before.origin.bare(before.config.train.seed).eval(), place="the phase before")
     grown_between(small, after.origin.bare(after.config.train.seed).eval(), method, after.config)
