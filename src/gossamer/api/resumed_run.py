@@ -35,7 +35,6 @@ def resume_command(
     """
     from gossamer.job.run_files import folder_of
     from gossamer.settings import anchored, reload
-    from gossamer.settings.methods import check_names
 
     directory = open_run(run_dir)
     folder = folder_of(directory)
@@ -45,26 +44,35 @@ def resume_command(
         if folder != Path.cwd():
             resolved = anchored(resolved, Path.cwd())
             _log.warning("relative paths in this run's settings refer to %s, the folder it was started in", folder)
-        config = resolved.config
-        try:
-            check_names(resolved)
-            check_given(config)
-            check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
-            only = _asked_step(directory, config, checkpoint)
-            if only is None and (ended := _ended_early(directory, config)):
-                return {**summarize(directory), "nothing_to_do": config.train.steps, "ended_early": ended}
-            if only is None and is_done(directory, config):
-                return {**summarize(directory), "nothing_to_do": config.train.steps}
-            launch = Launcher(directory=directory, config=config, resume=True, folder=folder, checkpoint=only)
-            with rollback_failed_start(directory):
-                _prepare_again(directory, resolved)
-                if config.machines.hosts:
-                    lock.close()  # their supervisors hold it
-                    launch.over_ssh(config.machines.hosts)
-                else:
-                    launch.here()
-        except BadInput as error:
-            raise located(error, resolved.origin) from error
+        return go_on(directory, resolved, folder, lock, checkpoint=checkpoint)
+
+
+def go_on(
+    directory: RunDirectory, resolved: Resolved, folder: Path, lock: ExitStack, *, checkpoint: str | int = "latest"
+) -> dict[str, Any]:
+    """Continue the run of a directory with these settings; return the summary. `lock`: holds the directory's."""
+    from gossamer.settings.methods import check_names
+
+    config = resolved.config
+    try:
+        check_names(resolved)
+        check_given(config)
+        check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
+        only = _asked_step(directory, config, checkpoint)
+        if only is None and (ended := _ended_early(directory, config)):
+            return {**summarize(directory), "nothing_to_do": config.train.steps, "ended_early": ended}
+        if only is None and is_done(directory, config):
+            return {**summarize(directory), "nothing_to_do": config.train.steps}
+        launch = Launcher(directory=directory, config=config, resume=True, folder=folder, checkpoint=only)
+        with rollback_failed_start(directory):
+            _prepare_again(directory, resolved)
+            if config.machines.hosts:
+                lock.close()  # their supervisors hold it
+                launch.over_ssh(config.machines.hosts)
+            else:
+                launch.here()
+    except BadInput as error:
+        raise located(error, resolved.origin) from error
     return summarize(directory)
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gossamer.api.demo_run import demo_command as demo_command
-from gossamer.api.resumed_run import resume_command as resume_command
-from gossamer.api.started_run import train_command as train_command
+from gossamer.api.phased_run import resume_command as resume_command
+from gossamer.api.phased_run import train_command as train_command
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.plan import Plan
-from gossamer.view.run_directory import RunDirectory
+from gossamer.view.run_directory import open_run
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
@@ -35,7 +36,7 @@ def resume(
     from gossamer.view.training_result import TrainingResult
 
     data = resume_command(Path(run_dir), written_overrides(overrides), checkpoint=checkpoint)
-    return TrainingResult(data, run=RunDirectory(Path(run_dir)))
+    return TrainingResult(data, run=open_run(Path(run_dir)))
 
 
 def train(
@@ -280,3 +281,51 @@ def evaluate_on_tasks(
     return evaluate_tasks(
         Path(model), [*tasks], shots=shots, examples=examples, sequence=sequence, checkpoint=checkpoint
     )
+
+
+def prune(
+    source: str | Path,
+    *,
+    by: Written = "wanda",
+    sparsity: float | None = None,
+    pattern: str = "",
+    include: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    data: Iterable[str | Path] = (),
+    out: str | Path | None = None,
+    calibration: int = 128,
+    seed: int = 0,
+    sequence: int | None = None,
+    sequences: int = 256,
+    checkpoint: str | int = "latest",
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> dict[str, Any]:
+    """Prune the linear layers of a trained model; return losses, sparsities and bytes (`gossamer prune`).
+
+    source:      a run directory or a Hugging Face folder, in full precision.
+    by:          a method of `gossamer methods prune`, with its settings or without.
+    sparsity, pattern, include, exclude: its settings, unless `by` says them.
+    data:        text files; none: the training text and the validation sets of the run.
+    out:         a new folder for the pruned model and its masks; None: nothing is written.
+    calibration: sequences that calibrate, drawn with `seed`; sequences: measured of each text, at most; sequence:
+                 tokens of one.
+    checkpoint:  of a run, as in `load`.
+    Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.pruned_model import PruneRequest, prune_model
+
+    method = MethodConfig.parse(by, key="--by")
+    given: dict[str, Any] = {"sparsity": sparsity, "pattern": pattern, "include": [*include], "exclude": [*exclude]}
+    known = {name: value for name, value in given.items() if value not in (None, "", [])}
+    request = PruneRequest(
+        source=Path(source),
+        by={method.name: {**known, **method.parameters}},
+        data=tuple(str(file) for file in data),
+        calibration=calibration,
+        seed=seed,
+        sequence=sequence,
+        sequences=sequences,
+        checkpoint=checkpoint,
+        out=None if out is None else Path(out),
+    )
+    return prune_model(request, progress)

@@ -76,6 +76,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
         "eval runs/NAME notes.txt",
     ),
+    "prune": (
+        "prune:prune",
+        "Prune a trained model by magnitude, Wanda or MoE-Pruner, in rows or 2:4; its loss before and after.",
+        "prune runs/NAME --by wanda --sparsity 0.5 --out FOLDER",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",

@@ -32,7 +32,7 @@ class GrowthTask:
 
     tensors: of the source, by name; moments: "SLOT/PARAMETER" -> optimizer state of the source, of the slots whose
     degree in the gradient is known (`degrees`: slot -> 1 or 2); before: of a model of the target's sizes, for methods
-    that mix with it (`Growth.before`).
+    that mix with it (`Growth.before`); others: of further models, for methods that name some (`Growth.others`).
     """
 
     source: ModelStructure
@@ -41,6 +41,7 @@ class GrowthTask:
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     before: Mapping[str, Tensor] = field(default_factory=dict)
+    others: tuple[Mapping[str, Tensor], ...] = ()
     tokens: float = 0.0  # that the target will be trained for; 0: not known
     seed: int = 0
 
@@ -73,6 +74,11 @@ class Growth(ABC):
     def before(self) -> str:
         """Return the place of a model of the target's sizes that the method mixes with; "" for none."""
         return ""
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the places of further models that the method takes."""
+        return ()
 
 
 REGISTRY: Registry[Growth] = Registry(__name__, Growth)

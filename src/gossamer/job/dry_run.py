@@ -47,7 +47,11 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
 
     No parameter gets memory. Raises BadInput.
     """
-    data = training_data(config)
+    return dry_run_with(config, training_data(config), plan_file)
+
+
+def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None = None) -> dict[str, Any]:
+    """Return what `dry_run` does, with data that were read already."""
     origin = origin_for(config, data.corpus)
     hosts = max(1, len(config.machines.hosts))
     ranks, cpu = config.machines.processes * hosts, torch.device("cpu")

@@ -144,6 +144,7 @@ def grown_between(small: GrowthSource, large: nn.Module, method: Growth, config:
         moments=small.moments,
         degrees=small.degrees,
         before=before,
+        others=tuple(read_source(Path(one)).tensors for one in method.others),
         tokens=float(config.train.steps) * config.train.batch * config.data.sequence,
         seed=config.train.seed,
     )

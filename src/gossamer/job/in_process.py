@@ -34,6 +34,7 @@ from gossamer.run.process_settings import set_memory, set_threads
 from gossamer.run.trainer_services import FINISH, INTERRUPT
 from gossamer.settings import Resolved, check
 from gossamer.settings import load as load_settings
+from gossamer.settings.phases import refuse_phases
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import RunFailed, bad_input
 from gossamer.spec.records import Record
@@ -145,7 +146,13 @@ def _request(settings: RunConfig, place: LauncherRank, given: TrainingData) -> P
 
 
 def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
-    """Return the configuration, given as an object, a mapping or a file. Raises BadInput."""
+    """Return the configuration, given as an object, a mapping or a file. Raises BadInput, also for phases."""
+    found = _read(config)
+    refuse_phases(found, "in a program")
+    return found
+
+
+def _read(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
     if isinstance(config, RunConfig):
         return config
     if config is None or isinstance(config, Mapping):

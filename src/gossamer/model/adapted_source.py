@@ -12,14 +12,19 @@ from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.start_folder import StartFolder
 
 
 @dataclass(frozen=True)
 class AdaptedSource(WrappedSource):
-    """The source of the model that `inner` builds, with an adapter. `written`: the adapter as it is configured."""
+    """The source of the model that `inner` builds, with an adapter.
+
+    `written`: the adapter as it is configured; `start`: the start folder of the model, whose masks an adapter may keep.
+    """
 
     adapter: Adapter
     written: Written
+    start: StartFolder | None = None
 
     def describe(self) -> str:
         return f"{self.inner.describe()}, with {MethodConfig.parse(self.written).name}"
@@ -27,11 +32,13 @@ class AdaptedSource(WrappedSource):
     def build(self, seed: int) -> nn.Module:
         module = self.inner.build(seed)
         adapt(module, self.adapter, seed)
+        self.adapter.place_masks(module, self.start, None)
         return module
 
     def bare(self, seed: int) -> nn.Module:
         module = self.inner.bare(seed)
         adapt(module, self.adapter, seed)
+        self.adapter.place_masks(module, self.start, frozenset())
         return module
 
     def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
@@ -41,6 +48,7 @@ class AdaptedSource(WrappedSource):
         for name in names & own.keys():
             give(module, name, torch.empty(own[name].shape, dtype=own[name].dtype))
         redraw(module, self.adapter, names & own.keys(), seed)
+        self.adapter.place_masks(module, self.start, names)
 
     def base_digest(self, seed: int) -> str:
         return digest([self.inner.fingerprint(), None if self.inner.has_weights else seed])

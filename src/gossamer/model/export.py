@@ -80,7 +80,7 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
         return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
     with quietly(_KEY, wanted=f"a {type(inner).__name__} that transformers can save"):
-        config, tensors = config_of(inner), _published(inner, _tensors(inner))
+        config, tensors = _config_of(inner), _published(inner, _tensors(inner))
     if (generation := getattr(inner, "generation_config", None)) is not None:
         files.setdefault("generation_config.json", _generation(generation))
     _export(target, tensors, config, {}, files)
@@ -175,8 +175,12 @@ def _published(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tenso
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def config_of(module: Any) -> dict[str, Any]:
-    """Return config.json of a model of transformers."""
+def config_of(module: nn.Module) -> dict[str, Any] | None:
+    """Return config.json of a model of transformers; None for another module."""
+    return _config_of(module) if is_of_transformers(module) else None
+
+
+def _config_of(module: Any) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(module.config.to_json_string(use_diff=True))
     config.pop("_name_or_path", None)
     config["architectures"] = [type(module).__name__]

@@ -7,7 +7,7 @@ from gossamer.model.adapted_source import AdaptedSource
 from gossamer.model.frozen_source import FrozenSource
 from gossamer.model.quantized_source import GgufBlocksSource, QuantizedSource
 from gossamer.model.source import ModelSource, named_by
-from gossamer.model.started_source import StartedSource
+from gossamer.model.started_source import StartedSource, start_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig
@@ -25,7 +25,7 @@ def origin_of(section: ModelSection) -> ModelSource:
     if section.adapter != "none":
         adapter = adapters.build(section.adapter, key=adapters.KEY)
         _check_base(section, adapter)
-        found = AdaptedSource(found, adapter, section.adapter)
+        found = AdaptedSource(found, adapter, section.adapter, start_of(section))
     if section.freeze or section.unfreeze:
         found = FrozenSource(found, tuple(section.freeze), tuple(section.unfreeze))
     return found

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from torch import nn
 
+from gossamer.model.adapter import adapter_tensors
 from gossamer.model.source import Files
 from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
-from gossamer.store.start_folder import KEY, StartFolder, start_state, state_shapes
+from gossamer.store.start_folder import KEY, StartFolder, state_shapes
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ class StartedSource(WrappedSource):
 
     def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         """Read the weights named in `names`, and the persistent buffers, which every rank holds."""
-        self.folder.check_fits(state_shapes(module), self.inner.describe())
+        added = {one.name for one in adapter_tensors(module)}  # which the folder does not have
+        shapes = {name: shape for name, shape in state_shapes(module).items() if name not in added}
+        self.folder.check_fits(shapes, self.inner.describe())
         parameters = dict(module.named_parameters())
-        for name, _ in list(start_state(module)):
+        for name in shapes:
             if name in names or name not in parameters:
                 give(module, name, self.folder.tensor(name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -14,7 +15,7 @@ from gossamer.settings.validation_errors import DEFAULT
 from gossamer.settings.yaml_io import flow
 from gossamer.spec import upgrade
 from gossamer.spec.errors import bad_input
-from gossamer.view.run_directory import open_run
+from gossamer.view.run_directory import find_run
 
 _COLUMN = 44
 
@@ -31,7 +32,14 @@ def _section(resolved: Resolved, model: BaseModel, prefix: str, depth: int) -> I
             yield f"{indent}{name}:"
             yield from _section(resolved, value, f"{key}.", depth + 1)
         else:
-            yield f"{f'{indent}{name}: {flow(value)}':<{_COLUMN}}  # {resolved.origin.get(key, DEFAULT)}"
+            yield f"{f'{indent}{name}: {flow(_plain(value))}':<{_COLUMN}}  # {resolved.origin.get(key, DEFAULT)}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the sections in a list as mappings, without what is left at its default."""
+    if isinstance(value, list):
+        return [one.model_dump(exclude_defaults=True) if isinstance(one, BaseModel) else one for one in value]
+    return value
 
 
 def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
@@ -40,7 +48,7 @@ def reload(run_dir: Path, overrides: Iterable[str] = ()) -> Resolved:
 
     Raises BadInput for a directory that holds no run, or no run.yaml.
     """
-    directory = open_run(run_dir)
+    directory = find_run(run_dir)
     if not directory.config_file.exists():
         raise bad_input(
             wanted=f"{directory.config_file}, the configuration of the run",

@@ -213,6 +213,22 @@ class AdversarialSection(Section):
     )
 
 
+class PhaseSection(Section):
+    """One phase of a run (`train.phases`): where its weights come from, and the keys that differ from the run's."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = Field(description="end of its folder's name")
+    by: Written | None = Field(
+        None,
+        description="a method of `gossamer methods grow`, `prune` or `quantize` that makes its weights of those of the "
+        "phase before; none: they are the same",
+    )
+    model: dict[str, Any] = Field({}, description="keys of `model` that differ, as `hf: ...` or `config.x: ...`")
+    data: dict[str, Any] = Field({}, description="keys of `data` that differ")
+    train: dict[str, Any] = Field({}, description="keys of `train` that differ")
+    machines: dict[str, Any] = Field({}, description="keys of `machines` that differ")
+    plan: dict[str, Any] = Field({}, description="keys of `plan` that differ")
+
+
 class TrainSection(Section):
     """The training settings: steps, batch, optimizer, learning-rate schedule, evaluation and checkpoints."""
 
@@ -263,6 +279,19 @@ class TrainSection(Section):
     )
     verify: VerifySection = VerifySection()
     adversarial: AdversarialSection = AdversarialSection()
+    phases: list[PhaseSection] = Field(
+        [],
+        description="phases that follow each other, each with a name, the method `by` that makes its weights of those "
+        "before, and the keys that differ in it; empty: the run is one",
+    )
+
+    @field_validator("phases", mode="after")
+    @classmethod
+    def _names_differ(cls, value: list[PhaseSection]) -> list[PhaseSection]:
+        names = [phase.name for phase in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"wanted a name of its own for every phase, got {', '.join(twice)} twice: rename one")
+        return value
 
 
 class MachinesSection(Section):

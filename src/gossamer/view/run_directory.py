@@ -6,6 +6,8 @@ plan.yaml         the plan of the run             checkpoints/      the saved st
 began.json        the folder it began in          tokenizer/ model/ for sampling and export (job/run_files.py)
 proved.json       the layout whose gradients were proved equal to those of one process
 logs/             the log of each rank
+phases/NN-NAME/   of a run in phases (`train.phases`): a run directory per phase
+starts/NN-NAME/   the start folder that a phase after the first begins from
 """
 
 from __future__ import annotations
@@ -120,6 +122,21 @@ class RunDirectory:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    @property
+    def phases(self) -> list[RunDirectory]:
+        """The phases that have begun, in order; none: the run is not in phases."""
+        folder = self.path / "phases"
+        found = sorted(folder.iterdir()) if folder.is_dir() else []
+        return [RunDirectory(one) for one in found if (one / "run.yaml").is_file()]
+
+    def last_phase(self) -> RunDirectory:
+        """Return the last phase with a checkpoint, the last that has begun where none has one; else the run itself."""
+        begun = self.phases
+        saved = [
+            one for one in begun if any(not each.name.endswith(".partial") for each in one.checkpoints.glob("step-*"))
+        ]
+        return (saved or begun or [self])[-1]
 
     def log_file(self, rank: int) -> Path:
         """Return the log file of `rank`."""
@@ -308,6 +325,14 @@ def newest_like(
 def open_run(path: Path) -> RunDirectory:
     """Return the run at `path`, or the one that it names: every command and function that takes a run calls this.
 
+    Of a run in phases it is the last phase with a checkpoint. See `find_run`.
+    """
+    return find_run(path).last_phase()
+
+
+def find_run(path: Path) -> RunDirectory:
+    """Return the run at `path`, or the one that it names, which may be one in phases.
+
     A name is that of a folder under "runs" (or, written DIR/NAME, under DIR), a part of such a name that only one
     has, or "latest": the run that was written to last. A folder that is a run comes before them. Raises BadInput where
     there is no such run, or where there are several.
@@ -373,7 +398,8 @@ def _folders(runs: Path) -> list[Path]:
 def _written_at(path: Path) -> float | None:
     """Return when a run was last written to; None for what is no run, or may not be read, or has just gone."""
     times = []
-    for file in (path / "records.jsonl", path / "run.yaml"):
+    files = [path / "records.jsonl", path / "run.yaml"]
+    for file in (*files, *(path / "phases").glob("*/records.jsonl")):
         with suppress(OSError):
             times.append(file.stat().st_mtime)
     return max(times, default=None)

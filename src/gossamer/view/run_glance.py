@@ -58,8 +58,9 @@ def glances(runs: Path) -> list[Glance]:
 
 def glance(run: RunDirectory) -> Glance:
     """Return what the first and last lines of a run's records say; a damaged or empty file gives an empty glance."""
+    begun = run.phases
     try:
-        first, last, written_s = _read(run.records_file)
+        first, last, written_s = _read((begun[-1] if begun else run).records_file)
     except OSError:
         first, last, written_s = None, _Last(), None
     start, holder = last.start or first, holder_of(run.path)

@@ -25,6 +25,7 @@ from gossamer.model.adapter._targets import targets_of
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.spec.registry import Registry
+from gossamer.store.start_folder import StartFolder
 
 __all__ = [
     "Adapter",
@@ -79,6 +80,13 @@ class Adapter(ABC):
     def is_trained(self, slot: str) -> bool:
         """Return whether training changes the tensors of a slot."""
         return True
+
+    def place_masks(  # noqa: B027  (most adapters keep none)
+        self, module: nn.Module, start: StartFolder | None, held: frozenset[str] | None
+    ) -> None:
+        """Give the adapted layers the masks that they keep. `start`: the start folder of the model, if it has one;
+        `held`: the names of the weights whose values are there, None: all. Raises BadInput for masks that do not fit.
+        """
 
     def merging_changes(self) -> str:
         """Return what merging into the weights would lose, in words; "" if the merged model computes the same."""

@@ -194,6 +194,14 @@ def folder_files(module: nn.Module, base: str) -> tuple[dict[str, Tensor], dict[
     Modules of the base that are trained too are kept whole, as peft's modules_to_save. Raises BadInput for one that
     peft cannot keep so.
     """
+    for path, layer in layers(module):
+        if not type(layer).__module__.startswith("peft."):
+            raise bad_input(
+                wanted="an adapter that a peft folder can hold",
+                got=f"one on {path} that uses its factors in another way than peft, which would compute otherwise",
+                do="export it merged with --to hf",
+                key=_KEY,
+            )
     saved = _saved_modules(module)
     utils = importlib.import_module("peft.utils")
     config: Any = vars(module)["peft_config"][ADAPTER]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gossamer.spec.errors import bad_input
 from gossamer.view.progress import RunProgress
-from gossamer.view.run_directory import LATEST, RunDirectory, latest, open_run, run_folders
+from gossamer.view.run_directory import LATEST, RunDirectory, find_run, latest, run_folders
 from gossamer.view.watch.liveness import state_of
 
 _FIRST = frozenset(
@@ -19,17 +19,22 @@ START = "start one with `gossamer train run.yaml`, or name a run directory"
 def choose_run(named: str, runs: Path) -> RunDirectory:
     """Return the run that `named` means; "" and "latest": the newest under `runs` that is under way, or the newest.
 
-    A name is found as every command finds it (`open_run`), with `runs` for the folder of runs. A folder of runs means
+    A name is found as every command finds it (`find_run`), with `runs` for the folder of runs. A folder of runs means
     the newest one in it, and a folder that is empty so far a run that is just being made. Raises BadInput for a folder
-    that is no run's, and where there is none.
+    that is no run's, and where there is none. Of a run in phases it is the phase that has begun last.
     """
+    found = _chosen(named, runs)
+    return found.phases[-1] if found.phases else found
+
+
+def _chosen(named: str, runs: Path) -> RunDirectory:
     if named in ("", LATEST):
         return _newest(runs)
     for path in (Path(named), runs / named):
         if path.is_dir():
             return _opened(path)
     path = Path(named)
-    return open_run(path if len(path.parts) > 1 or path.exists() else runs / named)
+    return find_run(path if len(path.parts) > 1 or path.exists() else runs / named)
 
 
 def _opened(path: Path) -> RunDirectory:

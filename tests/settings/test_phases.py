@@ -1,0 +1,149 @@
+"""Phases of a run: their configurations, and what is refused of them before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.api.phased_run import train_command
+from gossamer.api.transitions import transition_of
+from gossamer.job.in_process import config_from
+from gossamer.settings import Resolved, load, show
+from gossamer.settings.phases import Phase, phases_of
+from gossamer.spec.errors import BadInput
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def loaded(*phases: dict[str, Any], **train: Any) -> Resolved:
+    given = {
+        "model": {"hf": "llama", "config": SIZES},
+        "data": {"source": "text:*.txt", "sequence": 16, "validation": 0.0},
+        "train": {"steps": 4, "batch": 2, "evaluate_every": 0, "phases": list(phases), **train},
+        "run": {"directory": "runs", "display": "quiet"},
+    }
+    return load(None, given=given)
+
+
+def phases(*given: dict[str, Any]) -> list[Phase]:
+    return phases_of(loaded(*given), Path("runs/RUN"))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "a.txt").write_text("seven green stones under the river " * 40)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def refused(resolved: Resolved, said: str) -> None:
+    """It is refused before a run's folder is there."""
+    with pytest.raises(BadInput, match=said):
+        train_command(resolved)
+    assert not Path("runs").exists()
+
+
+def test_a_phase_has_the_runs_keys_and_its_own() -> None:
+    first, second = phases(
+        {"name": "one", "train": {"steps": 9}},
+        {
+            "name": "two",
+            "data": {"sequence": 8},
+            "model": {"config.hidden_size": 32},
+            "train": {"optimizer.adamw.lr": 1e-5},
+        },
+    )
+    assert (first.config.train.steps, first.config.model.start, first.start) == (9, None, None)
+    assert first.config.train.phases == second.config.train.phases == []
+    assert (second.config.train.steps, second.config.data.sequence) == (4, 8)
+    assert second.config.model.config == {**SIZES, "hidden_size": 32}
+    assert second.config.train.optimizer == {"adamw": {"lr": 1e-5}}
+    assert second.config.model.start == "runs/RUN/starts/02-two"
+    assert second.directory.path == Path("runs/RUN/phases/02-two")
+
+
+def test_what_is_shown_is_read_back_equal(tmp_path: Path) -> None:
+    resolved = loaded({"name": "one"}, {"name": "two", "by": {"wanda": {"sparsity": 0.5}}, "train": {"steps": 2}})
+    (tmp_path / "run.yaml").write_text(show(resolved))
+    assert load(tmp_path / "run.yaml").config == resolved.config
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([{"name": "a"}, {"name": "a"}], "a name of its own for every phase"),
+        ([{"name": "a", "by": "wanda"}], "first phase a that begins with the model of the run"),
+        ([{"name": "a"}, {"name": "b", "model": {"start": "x"}}], "begins with the weights of the phase before"),
+        ([{"name": "a"}, {"name": "b", "train": {"phases": []}}], "phases without phases of their own"),
+        ([{"name": "a"}, {"name": "b", "train": {"stepz": 1}}], "phase b: .*train.stepz: there is no such key"),
+        ([{"name": "a"}, {"name": "b", "train": {"steps": 0}}], "phase b: .*train.steps: wanted a whole number >= 1"),
+        ([{"name": "a/b"}], "train.phases"),
+        ([{"name": "a", "trian": {}}], "train.phases"),
+    ],
+)
+def test_wrong_phases_are_refused(given: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        phases(*given)
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"by": "wanda_2"}, "phase b: train.phases.1.by: wanted a method of one of these categories: grow, prune"),
+        ({"by": {"wanda": {"sparsity": 2}}}, "phase b: .*sparsity"),
+        (
+            {"model": {"config.hidden_size": 32}},
+            r"phase b: .*model: wanted .* of shape .*, as in the phase before",
+        ),
+        ({"model": {"config.num_hidden_layers": 2}}, "phase b: .*model: .*layers.1.* in this phase alone"),
+        ({"by": "lemon", "model": {"config.hidden_size": 8}}, "phase b: .*target that is larger"),
+        (
+            {"data": {"tokenizer": "bpe:300"}, "model": {"config.vocab_size": 300}},
+            "phase b: .*data.tokenizer: .*phase before",
+        ),
+        ({"data": {"source": "text:nothing/*"}}, "phase b: "),
+        ({"plan": {"lossy": True, "exchange": "dense"}}, "phase b: .*plan.lossy"),
+        ({"plan": {"sharding": "zero3"}, "train": {"loss": "nonsense"}}, "phase b: "),
+        ({"machines": {"hosts": ["a", "b"]}}, "phase b: train.phases: wanted phases on the processes of this machine"),
+    ],
+)
+def test_a_later_phase_is_refused_before_the_first_step_by_its_name(
+    corpus: Path, second: dict[str, Any], said: str
+) -> None:
+    refused(loaded({"name": "a"}, {"name": "b", **second}), said)
+
+
+def test_weights_in_blocks_go_no_further(corpus: Path) -> None:
+    adapter = {"adapter": "lora", "base": "int8"}
+    refused(
+        loaded({"name": "a", "model": adapter}, {"name": "b", "model": {"adapter": "none", "base": "full"}}),
+        "phase b: .*model.base",
+    )
+
+
+def test_a_dry_run_shows_each_phase(corpus: Path) -> None:
+    found = train_command(loaded({"name": "a"}, {"name": "b", "by": "magnitude"}), dry_run=True)["phases"]
+    assert list(found) == ["a", "b"]
+    assert found["b"]["by"] == "magnitude" and found["b"]["memory"]["fits"]
+
+
+def test_phases_belong_to_the_command(corpus: Path) -> None:
+    with pytest.raises(BadInput, match=r"gossamer train run\.yaml"):
+        config_from(loaded({"name": "a"}).config)
+    with pytest.raises(BadInput, match="--plan"):
+        train_command(loaded({"name": "a"}), plan=Path("plan.yaml"))
+
+
+def test_methods_are_found_in_their_categories() -> None:
+    assert transition_of("lemon") is not transition_of("magnitude")
+    assert transition_of(None) is transition_of(None)

@@ -1,0 +1,159 @@
+"""Runs in phases by the real command: one after the other, killed at any place, and looked at by every command."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gossamer
+from gossamer.store.start_folder import StartFolder
+from gossamer.view.run_directory import RunDirectory
+from gossamer.view.run_glance import glances
+from gossamer.view.watch.run_choice import choose_run
+from system.command import SIZES, Place, ended, eventually, losses, records
+
+PHASES: list[dict[str, Any]] = [
+    {"name": "first"},
+    {
+        "name": "second",
+        "data": {"source": "text:corpus/1.txt"},
+        "train": {"steps": 6, "optimizer": {"adamw": {"lr": 1e-4}}},
+    },
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Any:
+    made = Place.make(tmp_path)
+    yield made
+    made.end_all()
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return dict(gossamer.load(run).module.named_parameters())
+
+
+def test_a_phase_begins_with_the_weights_of_the_one_before_and_commands_find_the_last(place: Place) -> None:
+    done = place.good("train", place.config(train={"phases": PHASES}), "--json").last()
+    (run,) = place.runs()
+    assert done["directory"] == str(run.relative_to(place.folder)) and done["outcome"] == "done"
+    assert [(one["name"], one["steps"]) for one in done["phases"]] == [("first", 4), ("second", 6)]
+    first, second = (run / "phases" / name for name in ("01-first", "02-second"))
+    start, before = StartFolder(run / "starts" / "02-second"), weights(first)
+    assert start.method == "continue" and start.said["step"] == 4
+    assert start.kinds().keys() == before.keys()
+    for name, one in before.items():
+        torch.testing.assert_close(start.tensor(name), one.detach(), rtol=0, atol=0)
+    assert sorted(losses(second)) == [1, 2, 3, 4, 5, 6]
+    found = gossamer.load(run)
+    assert (found.step, found.config.train.steps) == (6, 6)
+    for name, one in weights(second).items():
+        torch.testing.assert_close(dict(found.module.named_parameters())[name], one, rtol=0, atol=0)
+    (seen,) = glances(place.folder / "runs")
+    assert (seen.name, seen.step, seen.outcome) == (run.name, 6, "done")
+    assert choose_run(str(run), place.folder / "runs").path == second
+    again = place.good("resume", run, "--json").last()
+    assert [one["steps"] for one in again["phases"]] == [4, 6] and len(records(second, "start")) == 1
+
+
+def test_a_phase_that_was_killed_goes_on_on_two_processes(place: Place) -> None:
+    watched = {"factory": "watched:make"}
+    hold = place.folder / "hold"
+    hold.write_text("9")  # forwards of the process: of a phase
+    phases = [PHASES[0], {**PHASES[1], "train": {**PHASES[1]["train"], "steps": 12}}]
+    command = place.start("train", place.config(model=watched, train={"phases": phases, "steps": 4}))
+    (run,) = (eventually(lambda: bool(place.runs()), "a run"), place.runs())[1]
+    second = run / "phases" / "02-second"
+    eventually(lambda: (place.folder / "held-0").exists(), "it is held in its second phase", within_s=120)
+    assert sorted(losses(run / "phases" / "01-first")) == [1, 2, 3, 4]
+    command.send_signal(signal.SIGKILL)
+    ended(command)
+    hold.unlink()
+    eventually(lambda: not place.living(), "its workers are gone")
+    done = place.good("resume", run, "machines.processes=2", "--json").last()
+    assert done["outcome"] == "done" and done["phases"][1]["steps"] == 12 and done["ranks"] == 2
+    starts = records(second, "start")
+    assert [one["ranks"] for one in starts] == [1, 2] and starts[1]["step"] >= 2
+    assert len(records(run / "phases" / "01-first", "start")) == 1, "what is done stays"
+
+
+def test_an_interrupted_phase_says_how_to_go_on(place: Place) -> None:
+    (place.folder / "hold").write_text("3")
+    command = place.start("train", place.config(model={"factory": "watched:make"}, train={"phases": PHASES}))
+    eventually(lambda: (place.folder / "held-0").exists(), "it is held in its first phase", within_s=120)
+    command.send_signal(signal.SIGINT)
+    (place.folder / "hold").unlink()
+    done = ended(command)
+    (run,) = place.runs()
+    assert done.code == 4 and f"gossamer resume runs/{run.name}" in done.err and "phase first" in done.err
+    assert place.good("resume", run, "--json").last()["phases"][1]["steps"] == 6
+
+
+def test_a_run_that_died_between_phases_makes_the_start_folder_anew(place: Place) -> None:
+    place.good("train", place.config(train={"phases": PHASES}))
+    (run,) = place.runs()
+    expected = losses(run / "phases" / "02-second")
+    shutil.rmtree(run / "phases" / "02-second")
+    whole = run / "starts" / "02-second"
+    partial = whole.with_name(".02-second.partial")
+    whole.rename(partial)  # as it is while it is written
+    (partial / "start.json").unlink()
+    done = place.good("resume", run, "--json").last()
+    assert done["phases"][1]["steps"] == 6 and not partial.exists()
+    assert losses(run / "phases" / "02-second") == expected
+    assert len(records(run / "phases" / "01-first", "start")) == 1
+
+
+def test_a_phase_that_cannot_run_leaves_nothing(place: Place) -> None:
+    phases = [PHASES[0], {"name": "wide", "model": {"config.hidden_size": 64}}]
+    done = place.run("train", place.config(train={"phases": phases}))
+    assert done.code == 2 and "phase wide" in done.err and not place.runs()
+
+
+@pytest.mark.nightly
+def test_a_small_model_is_grown_and_pruned_and_each_time_trained_on(place: Place) -> None:
+    phases = [
+        {"name": "small"},
+        {"name": "large", "by": "g_stack", "model": {"config": {**SIZES, "num_hidden_layers": 4}}},
+        {
+            "name": "sparse",
+            "by": {"magnitude": {"sparsity": 0.5}},
+            "model": {"config": {**SIZES, "num_hidden_layers": 4}},
+        },
+    ]
+    done = place.good("train", place.config(train={"phases": phases}), "--json").last()
+    assert [one["steps"] for one in done["phases"]] == [4, 4, 4]
+    (run,) = place.runs()
+    assert StartFolder(run / "starts" / "02-large").method == "g_stack"
+    assert StartFolder(run / "starts" / "03-sparse").kinds("masks.safetensors")
+    assert len(gossamer.load(run).module.model.layers) == 4
+    assert json.loads((run / "starts" / "03-sparse" / "config.json").read_text())["num_hidden_layers"] == 4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_at_any_instant_it_goes_on(place: Place, seed: int) -> None:
+    """Three times at an instant that is drawn; then to its end, with the steps of every phase once each."""
+    draw = random.Random(seed)
+    command = place.start("train", place.config(train={"phases": [*PHASES, {"name": "third"}]}))
+    for _ in range(3):
+        time.sleep(draw.uniform(1.0, 14.0))
+        command.send_signal(signal.SIGKILL)
+        ended(command)
+        eventually(lambda: not place.living(), "its workers are gone")
+        begun = [one for one in place.runs() if (one / "run.yaml").is_file()]
+        command = place.start(*(("resume", begun[-1]) if begun else ("train", "run.yaml")))
+    done = ended(command)
+    assert done.code == 0, done.err[-2000:]
+    run = place.runs()[-1]
+    for phase, steps in zip(RunDirectory(run).phases, (4, 6, 4), strict=True):
+        assert sorted(losses(phase.path)) == list(range(1, steps + 1))
+        assert gossamer.load(phase.path).step == steps
