@@ -27,6 +27,7 @@ from gossamer.proof.startup import Proving
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed
 from gossamer.run.build import build
+from gossamer.run.checkpoint import trainable
 from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
@@ -37,7 +38,7 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import Sink, TrainerServices
 from gossamer.run.unshard_trace import walk_of
-from gossamer.sharding import UnshardOrder
+from gossamer.sharding import UnshardOrder, shapes_of
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, Interrupted
 
@@ -84,6 +85,8 @@ def run_job(job: RankJob) -> dict[str, Any]:
             adapting.begin(trainer.replica)
         _begin(job, trainer, saver, exchanger)
         _keep(job, sink)
+        if told := parts.recipe.optimizer.said(shapes_of(trainable(parts.outline)), flop_per_token=flop_per_token):
+            sink(records.Event(level="info", message=told))
         sink(start_record(job, trainer, flop_per_token))
         for warning in filter(None, (job.data.remark, caution)):
             sink(records.Event(level="warning", message=warning, step=trainer.progress.step))

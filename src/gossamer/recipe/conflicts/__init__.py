@@ -10,6 +10,7 @@ from gossamer.recipe.conflicts import (
     adversarial,
     exchange,
     layout,
+    masks,
     optimizer,
     savers,
     sharding,
@@ -70,6 +71,11 @@ LAWS: tuple[Law, ...] = (
     adaptation.policy_with_interval,
     exchange.lossy_with_layout,
     exchange.residuals_with_exchange,
+    masks.mask_with_optimizer,
+    masks.mask_with_feedback,
+    masks.mask_with_policy,
+    masks.mask_with_tiers,
+    masks.mask_with_verification,
 )
 
 

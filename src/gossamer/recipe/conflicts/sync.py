@@ -30,7 +30,7 @@ def zeros_with_local_updates(recipe: Recipe) -> BadInput | None:
     return bad_input(
         wanted="plan.sync every_step, as train.optimizer sets weights to exactly 0 and averages of weights are not 0",
         got=f"plan.sync {told(recipe.plan.sync)}",
-        do="set plan.sync to every_step, or train.optimizer to the inner optimizer of proximal",
+        do="set plan.sync to every_step, or train.optimizer to the inner optimizer of this one",
         key=OPTIMIZER,
     )
 
