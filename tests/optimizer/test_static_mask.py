@@ -143,6 +143,7 @@ def test_bad_settings_are_named(written: dict[str, Any], said: str) -> None:
         optimizer_methods.build({"muon": {"rest": "static_mask"}})
 
 
+TIERS = {"tiers": {"device": "64MB", "host": "64MB", "file": "64MB", "directory": "/tmp"}}
 OTHER = {"static_mask": {"seed": 1}}
 
 
@@ -158,7 +159,7 @@ OTHER = {"static_mask": {"seed": 1}}
         ({"exchange": {"powersgd": {"p_exchange": "static_mask"}}}, {}, "static_mask around other exchanges"),
         ({"exchange": "dense"}, {"verify": {"every": 5}}, "mean gradients of all weights"),
         ({"exchange": "static_mask", "adapt": {"l_greco": {}}}, {}, "a codec that the policy can vary"),
-        ({"sharding": "tiers"}, {}, "model states in tiers"),
+        ({"sharding": TIERS}, {}, "model states in tiers"),
         ({"exchange": "static_mask", "sharding": "zero1"}, {}, ""),
         ({"exchange": {"static_mask": {"inner": {"error_feedback": "topk"}}}}, {}, ""),
         ({"exchange": [["layers", "all", "static_mask"], [".*", "all", "dense"]]}, {}, ""),

@@ -109,6 +109,11 @@ class Optimizer(ABC):
         return False
 
     @property
+    def owns_weights(self) -> bool:
+        """Return whether weights follow from the states alone, so that what else changes them would be undone."""
+        return False
+
+    @property
     def mask(self) -> StaticMaskDraw | None:
         """Return how the masks of weights that never move are drawn; None for most optimizers."""
         return None

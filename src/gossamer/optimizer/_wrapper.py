@@ -59,6 +59,10 @@ class Wrapper(Optimizer):
         return self.inner.sets_zeros
 
     @property
+    def owns_weights(self) -> bool:
+        return self.inner.owns_weights
+
+    @property
     def mask(self) -> StaticMaskDraw | None:
         return self.inner.mask
 

@@ -52,6 +52,9 @@ class StaticMask(Wrapper):
         if self.inner.mask is not None:
             do = "write one static_mask around the inner optimizer"
             raise bad_input(wanted="an inner optimizer without a mask", got="static_mask", do=do, key="inner")
+        if self.inner.owns_weights:
+            got, do = type(self.inner).__name__.lower(), "choose adamw, sgd or muon"
+            raise bad_input(wanted="an optimizer that zeros of weights do not disturb", got=got, do=do, key="inner")
         if self.inner.has_one_clip:
             do = "choose adamw or sgd: its clip would count moves of masked weights"
             raise bad_input(

@@ -36,6 +36,7 @@ LAWS: tuple[Law, ...] = (
     layout.sync_with_stages,
     sync.optimizer_with_local_updates,
     sync.zeros_with_local_updates,
+    sync.states_with_local_updates,
     sync.auto_sync_with_exchange,
     sync.zeroth_order_with_exchange,
     exchange.clipping_with_exchange,

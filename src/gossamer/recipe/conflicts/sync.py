@@ -35,6 +35,19 @@ def zeros_with_local_updates(recipe: Recipe) -> BadInput | None:
     )
 
 
+def states_with_local_updates(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer whose states determine the weights, where rounds change these."""
+    if not recipe.optimizer.owns_weights or (recipe.sync.loop is None and recipe.plan.sync != "auto"):
+        return None
+    return bad_input(
+        wanted="plan.sync every_step, as the weights follow from the states of train.optimizer, which rounds do not "
+        "change",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="set plan.sync to every_step, or train.optimizer to adamw",
+        key=OPTIMIZER,
+    )
+
+
 def auto_sync_with_exchange(recipe: Recipe) -> BadInput | None:
     """Return an error for a sync method to be chosen beside an exchange that is given."""
     if recipe.plan.sync != "auto" or recipe.plan.exchange == "auto":
