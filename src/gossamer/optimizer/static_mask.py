@@ -23,13 +23,13 @@ from torch import Tensor
 
 from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.optimizer._masked import KEPT, clear, first_masks, hold_at_zero, masked
 from gossamer.optimizer._patterns import check_found, check_patterns
 from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.validate import below_one
 
-_KEPT = "kept"
 _FLOP_PER_WEIGHT = 6  # and token: a product and a sum forward, for the input's gradient, and for the weight's
 
 
@@ -67,7 +67,7 @@ class StaticMask(Wrapper):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        return (*self.inner.slots, _KEPT)
+        return (*self.inner.slots, KEPT)
 
     @property
     def sets_zeros(self) -> bool:
@@ -95,12 +95,9 @@ class StaticMask(Wrapper):
             f"{told}; kernels that skip them would take {100 * share:.1f} % of a step's flop (kernels here are dense)"
         )
 
-    @torch.no_grad()
     def prepare(self, params: Mapping[str, Tensor]) -> None:
         self.inner.prepare(params)
-        for name, param in params.items():
-            if self.mask.covers(name, tuple(param.shape)):
-                param.detach().masked_fill_(~self.mask.kept(name, tuple(param.shape), param.device), 0)
+        hold_at_zero(params, self.mask)
 
     def init_rows(
         self,
@@ -108,19 +105,11 @@ class StaticMask(Wrapper):
         shapes: Mapping[str, tuple[int, ...]],
         starts: Mapping[str, int] | None = None,
     ) -> OptimizerState:
-        state = self.inner.init_rows(rows, shapes, starts)
-        for name, own in rows.items():
-            if self.mask.covers(name, shapes[name]):
-                start = (starts or {}).get(name, 0)
-                kept = self.mask.kept(name, shapes[name], own.device)
-                state[name][_KEPT] = kept[start : start + own.shape[0]].to(torch.uint8, copy=True)
-        return state
+        return first_masks(self.inner.init_rows(rows, shapes, starts), rows, shapes, starts, self.mask)
 
     @torch.no_grad()
     def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:
-        for name, grad in grads.items():
-            if _KEPT in state[name]:
-                grad.masked_fill_(state[name][_KEPT] == 0, 0)
+        clear(grads, grads, state)
 
     @torch.no_grad()
     def update(
@@ -132,8 +121,9 @@ class StaticMask(Wrapper):
         lr_scale: float,
         step: int,
     ) -> None:
-        self.inner.update(params, _masked(grads, state), state, lr_scale=lr_scale, step=step)
-        _clear(params, grads, state, lr_scale)
+        self.inner.update(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
+        if lr_scale:  # inner rules that mix elements (Muon, LAMB) move masked weights
+            clear(params, grads, state)
 
     @torch.no_grad()
     def update_apart(
@@ -145,20 +135,6 @@ class StaticMask(Wrapper):
         lr_scale: float,
         step: int,
     ) -> None:
-        self.inner.update_apart(params, _masked(grads, state), state, lr_scale=lr_scale, step=step)
-        _clear(params, grads, state, lr_scale)
-
-
-def _masked(grads: Mapping[str, Tensor], state: OptimizerState) -> dict[str, Tensor]:
-    """Return the gradients with zeros where weights are masked."""
-    return {
-        name: torch.where(state[name][_KEPT] != 0, grad, 0) if _KEPT in state[name] else grad
-        for name, grad in grads.items()
-    }
-
-
-def _clear(params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptimizerState, lr_scale: float) -> None:
-    """Set masked weights to 0 after an update: inner rules that mix elements (Muon, LAMB) move them."""
-    for name in grads if lr_scale else ():
-        if _KEPT in state[name]:
-            params[name].detach().masked_fill_(state[name][_KEPT] == 0, 0)
+        self.inner.update_apart(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
+        if lr_scale:  # inner rules that mix elements (Muon, LAMB) move masked weights
+            clear(params, grads, state)
