@@ -70,7 +70,7 @@ def test_an_exploration_is_its_equations() -> None:
     assert grad.abs().view(-1)[order[count - 1]] > 0  # no ties among those that are grown
     rule.update(params, {TABLE: grad}, state, lr_scale=1.0, step=1)
     assert torch.equal(state[TABLE]["kept"].bool().view(-1), grown)
-    assert torch.equal(params[TABLE].view(-1), torch.where(pruned, after.view(-1), 0))
+    torch.testing.assert_close(params[TABLE].view(-1), torch.where(pruned, after.view(-1), 0))
 
 
 def test_ties_are_broken_by_the_seed_and_not_by_the_place() -> None:

@@ -10,8 +10,11 @@ import torch
 
 from gossamer.optimizer.static_mask import StaticMask
 from gossamer.run.checkpoint import read_model
+from gossamer.store.checkpoint import open_checkpoint
+from gossamer.store.start_folder import StartContent, start_state, write_start
 from pool import Pool
 from run.jobs import Causal, Small
+from run.test_start_folder import STEPS, model, run
 
 RULE = StaticMask(sparsity=0.5)
 OPTIMIZER = {"static_mask": {"inner": {"adamw": {"lr": 1e-2}}, "sparsity": 0.5}}
@@ -79,3 +82,27 @@ def test_pipeline_stages_mask_their_own_layers(pool: Pool, tmp_path: Path) -> No
     values = [x for _, p in sorted(module.named_parameters()) for x in p.detach().flatten().tolist()]
     torch.testing.assert_close(torch.tensor(values), torch.tensor(whole[0]["values"]), rtol=1e-4, atol=1e-5)
     assert len(staged) == 2
+
+
+def test_masks_of_a_start_folder_are_held_on_any_ranks(pool: Pool, tmp_path: Path) -> None:
+    rule = {"static_mask": {"inner": {"adamw": {"lr": 1e-2}}, "masks": "start"}}
+    module = model()
+    masks = {n: torch.rand(p.shape) > 0.5 for n, p in module.named_parameters() if n.endswith("_proj.weight")}
+    for name, mask in masks.items():
+        module.get_parameter(name).data.mul_(mask)
+    content = StartContent(
+        tensors={name: tensor.detach() for name, tensor in start_state(module)},
+        method="by_hand",
+        source="0",
+        masks=masks,
+    )
+    write_start(tmp_path / "start", content)
+    found = {}
+    for ranks, plan in ((1, {}), (2, {"sharding": "zero2"})):
+        found[ranks] = run(
+            pool, tmp_path / f"run{ranks}", tmp_path / "start", ranks, plan=plan, train={"optimizer": rule}
+        )
+        for name, mask in masks.items():
+            stored = open_checkpoint(tmp_path / f"run{ranks}" / "checkpoints", STEPS)
+            assert torch.equal(stored.read(f"model/{name}") != 0, mask)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)

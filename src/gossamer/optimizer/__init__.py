@@ -133,6 +133,11 @@ class Optimizer(ABC):
         """Set the elements of mean gradients to 0 that an update does not use, so that no norm counts them."""
         return None
 
+    @property
+    def keeps_masks(self) -> bool:
+        """Return whether an update keeps the zeros that the masks of a start folder say, in its slot `kept`."""
+        return False
+
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Return the floating-point operations of the matmuls in one update of parameters with these shapes; most
         optimizers have none.

@@ -75,6 +75,10 @@ class Wrapper(Optimizer):
     def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:
         self.inner.restrict(grads, state)
 
+    @property
+    def keeps_masks(self) -> bool:
+        return self.inner.keeps_masks
+
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         return self.inner.flop(shapes)
 

@@ -163,10 +163,10 @@ class Dsl(Wrapper):
         words = outputs(_seed(key), 0, kept.numel(), param.device)
         flat = kept.view(-1)
         flat[_largest(-param.abs().float().reshape(-1), flat, moved, words)] = False
-        flat[_largest(grad.abs().float().reshape(-1), ~flat, moved, words)] = True
-        slots[KEPT].copy_(kept)
         for one in (param, *(slot for name, slot in slots.items() if name != KEPT and slot.shape == param.shape)):
             one.masked_fill_(~kept, 0)
+        flat[_largest(grad.abs().float().reshape(-1), ~flat, moved, words)] = True
+        slots[KEPT].copy_(kept)
 
 
 def _largest(values: Tensor, among: Tensor, count: int, words: Tensor) -> Tensor:

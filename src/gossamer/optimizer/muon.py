@@ -74,7 +74,7 @@ class Muon(Optimizer):
             do = "choose another optimizer for `rest`, or this one for all parameters"
             got = "one that moves all parameters under one clip"
             raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="rest")
-        if self.rest.mask is not None:
+        if self.rest.mask is not None or self.rest.keeps_masks:
             do = "write {static_mask: {inner: muon}}, which masks the matrices"
             raise bad_input(wanted="an optimizer without a mask", got="static_mask", do=do, key="rest")
         if self.rest.has_average:

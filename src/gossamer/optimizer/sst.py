@@ -73,7 +73,7 @@ class Sst(Optimizer):
             below_one("betas", beta)
         check_patterns(self.matrices, "matrices")
         rest = self.rest
-        if isinstance(rest, Sst) or rest.has_one_clip or rest.has_average or rest.mask is not None:
+        if isinstance(rest, Sst) or rest.has_one_clip or rest.has_average or rest.mask is not None or rest.keeps_masks:
             do = "leave `rest` out: it is adamw"
             got = type(rest).__name__
             raise bad_input(wanted="an optimizer of single parameters at one point", got=got, do=do, key="rest")

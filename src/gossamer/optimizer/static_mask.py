@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,17 +40,19 @@ class StaticMask(Wrapper):
 
     `parameters`: regular expressions; parameters in whose name one is found have a mask. By default these are
     parameters of two dimensions whose name does not look like that of an embedding, a head, a router or an adapter.
+    `masks` start: no masks are drawn; those of the start folder that the model begins from are held.
     """
 
     inner: Optimizer = field(default_factory=AdamW)
     sparsity: float = 0.75
     seed: int = 0
     parameters: tuple[str, ...] = ()
+    masks: Literal["random", "start"] = "random"
 
     def __post_init__(self) -> None:
         below_one("sparsity", self.sparsity)
         check_patterns(self.parameters, "parameters")
-        if self.inner.mask is not None:
+        if self.inner.mask is not None or self.inner.keeps_masks:
             do = "write one static_mask around the inner optimizer"
             raise bad_input(wanted="an inner optimizer without a mask", got="static_mask", do=do, key="inner")
         if self.inner.owns_weights:
@@ -62,8 +65,16 @@ class StaticMask(Wrapper):
             )
 
     @property
-    def mask(self) -> StaticMaskDraw:
+    def mask(self) -> StaticMaskDraw | None:
+        return None if self.keeps_masks else self._draw
+
+    @property
+    def _draw(self) -> StaticMaskDraw:
         return StaticMaskDraw(sparsity=self.sparsity, seed=self.seed, parameters=self.parameters)
+
+    @property
+    def keeps_masks(self) -> bool:
+        return self.masks == "start"
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -78,7 +89,9 @@ class StaticMask(Wrapper):
         check_found(self.parameters, names, "train.optimizer.static_mask.parameters")
 
     def said(self, shapes: Mapping[str, tuple[int, ...]], *, flop_per_token: float) -> str:
-        draw = self.mask
+        if self.keeps_masks:
+            return "static_mask: weights that the masks of the start folder leave out stay 0"
+        draw = self._draw
         covered = {name: shape for name, shape in shapes.items() if draw.covers(name, shape)}
         if not covered:
             raise BadInput(
@@ -97,7 +110,8 @@ class StaticMask(Wrapper):
 
     def prepare(self, params: Mapping[str, Tensor]) -> None:
         self.inner.prepare(params)
-        hold_at_zero(params, self.mask)
+        if not self.keeps_masks:
+            hold_at_zero(params, self._draw)
 
     def init_rows(
         self,
@@ -105,7 +119,13 @@ class StaticMask(Wrapper):
         shapes: Mapping[str, tuple[int, ...]],
         starts: Mapping[str, int] | None = None,
     ) -> OptimizerState:
-        return first_masks(self.inner.init_rows(rows, shapes, starts), rows, shapes, starts, self.mask)
+        state = self.inner.init_rows(rows, shapes, starts)
+        if not self.keeps_masks:
+            return first_masks(state, rows, shapes, starts, self._draw)
+        for name, own in rows.items():  # all are kept until the start folder says which are not
+            if len(shapes[name]) > 1:
+                state[name][KEPT] = torch.ones_like(own, dtype=torch.uint8, memory_format=torch.contiguous_format)
+        return state
 
     @torch.no_grad()
     def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:

@@ -46,7 +46,7 @@ def mask_with_feedback(recipe: Recipe) -> BadInput | None:
 
 def mask_with_tiers(recipe: Recipe) -> BadInput | None:
     """Return an error for masked weights with states in tiers, whose gradients are taken before they are masked."""
-    if recipe.optimizer.mask is None or not recipe.sharding.is_tiered:
+    if not _has_masks(recipe) or not recipe.sharding.is_tiered:
         return None
     return bad_input(
         wanted="an optimizer without static_mask, with model states in tiers, whose norms count all gradients",
@@ -58,7 +58,7 @@ def mask_with_tiers(recipe: Recipe) -> BadInput | None:
 
 def mask_with_verification(recipe: Recipe) -> BadInput | None:
     """Return an error for verification, which compares the mean gradient with those of all weights."""
-    if recipe.optimizer.mask is None or not recipe.config.train.verify.every:
+    if not _has_masks(recipe) or not recipe.config.train.verify.every:
         return None
     return bad_input(
         wanted="an optimizer without static_mask with verification, which compares mean gradients of all weights with "
@@ -79,6 +79,10 @@ def mask_with_policy(recipe: Recipe) -> BadInput | None:
         do="leave plan.adapt out",
         key="plan.adapt",
     )
+
+
+def _has_masks(recipe: Recipe) -> bool:
+    return recipe.optimizer.mask is not None or recipe.optimizer.keeps_masks
 
 
 def _masks(exchanges: tuple[Exchange, ...]) -> list[StaticMask]:
