@@ -151,7 +151,11 @@ OTHER = {"static_mask": {"seed": 1}}
     ("plan", "train", "said"),
     [
         ({"sharding": "sdp4bit"}, {}, "rounds weight updates"),
-        ({"sync": "diloco"}, {}, "averages of weights are not 0"),
+        ({"sync": {"diloco": {"exchange": {"two_shot": "int4"}}}}, {}, "averages of weights are not 0"),
+        ({"sync": "gossip"}, {}, "averages of weights are not 0"),
+        ({"sync": {"diloco": {"exchange": OTHER}}}, {}, "seed 1 and the same parameters"),
+        ({"sync": "diloco"}, {}, ""),
+        ({"sync": {"diloco": {"exchange": "static_mask"}}}, {}, ""),
         ({"sync": "just_one_byte"}, {}, "sgd without momentum"),
         ({"exchange": OTHER}, {}, "seed 1 and the same parameters"),
         ({"exchange": "static_mask"}, {"optimizer": "adamw"}, "train.optimizer static_mask with sparsity 0.75"),

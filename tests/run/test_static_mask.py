@@ -106,3 +106,15 @@ def test_masks_of_a_start_folder_are_held_on_any_ranks(pool: Pool, tmp_path: Pat
             stored = open_checkpoint(tmp_path / f"run{ranks}" / "checkpoints", STEPS)
             assert torch.equal(stored.read(f"model/{name}") != 0, mask)
     assert found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+def test_islands_that_train_apart_keep_the_mask(pool: Pool, tmp_path: Path) -> None:
+    """Averages of zeros are zeros; the masked exchange of a round is dense of the same mask, bit for bit."""
+    found = {}
+    for name, exchange in {"dense": "dense", "masked": EXCHANGE}.items():
+        plan = {"exchange": "dense", "sync": {"diloco": {"sync_every": 2, "exchange": exchange}}}
+        found[name] = trained(pool, tmp_path / name, 2, {**sections(), "plan": plan})
+        module = Small(0.0)
+        read_model(module, tmp_path / name / "run" / "checkpoints")
+        assert zeros_are_exact(module)
+    assert found["dense"][0]["values"] == found["masked"][0]["values"]

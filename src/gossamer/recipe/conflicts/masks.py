@@ -17,11 +17,11 @@ _EXCHANGE = "plan.exchange"
 def mask_with_optimizer(recipe: Recipe) -> BadInput | None:
     """Return an error for an exchange that leaves out gradients which the optimizer uses."""
     drawn = recipe.optimizer.mask
-    for one in _masks(recipe.exchanges):
+    for one in _masks(_met(recipe)):
         if one.mask != drawn:
             return bad_input(
                 wanted=f"train.optimizer static_mask with sparsity {one.sparsity:g}, seed {one.seed} and the same "
-                "parameters, as plan.exchange static_mask leaves out the gradients of its masked weights",
+                "parameters, as the exchange static_mask leaves out what its masked weights bring",
                 got=f"train.optimizer {told(recipe.config.train.optimizer)}",
                 do="write the same sparsity, seed and parameters in both, or another exchange such as dense",
                 key=_EXCHANGE,
@@ -31,7 +31,7 @@ def mask_with_optimizer(recipe: Recipe) -> BadInput | None:
 
 def mask_with_feedback(recipe: Recipe) -> BadInput | None:
     """Return an error for a masked exchange inside one that keeps what was not sent, or sends something else."""
-    for outer in (one for exchange in recipe.exchanges for one in nested(exchange)):
+    for outer in (one for exchange in _met(recipe) for one in nested(exchange)):
         inside = [one for one in nested(outer) if isinstance(one, StaticMask) and one is not outer]
         if inside and not isinstance(outer, (StaticMask, Hierarchical, Warmup)):
             return bad_input(
@@ -79,6 +79,13 @@ def mask_with_policy(recipe: Recipe) -> BadInput | None:
         do="leave plan.adapt out",
         key="plan.adapt",
     )
+
+
+def _met(recipe: Recipe) -> tuple[Exchange, ...]:
+    """Return all exchanges of a run: those of gradients, and those of rounds."""
+    loop = recipe.sync.loop
+    rounds = () if loop is None else (loop.exchange, loop.step_exchange)
+    return (*recipe.exchanges, *(one for one in rounds if one is not None))
 
 
 def _has_masks(recipe: Recipe) -> bool:
