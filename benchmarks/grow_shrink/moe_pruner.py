@@ -11,18 +11,19 @@ none is in this unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, mse_loss, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention
 
 from claims import Row, Study
 from claims._grid import tuned
 from claims._trials import Trials
-from gossamer.prune import apply_masks, prune
+from gossamer.prune import apply_masks, expert_distances, prune
 from gossamer.prune import build as pruning
 from grow_shrink._pruning import (
     CALIBRATION,
@@ -197,38 +198,21 @@ def recovered(dense_steps: int, steps: int, name: str, way: str, rate: float, se
     """Recover a pruned model with the masks held; `way`: experts, or loss (alone)."""
     source, masks = shrunk(dense_steps, name, seed % TUNING_SEED)
     module, teacher = copied(source).train(), copied(dense(dense_steps)).eval().requires_grad_(False)
-    distances: list[Tensor] = []
-    handles = [
-        expert.register_forward_hook(_compare(teacher.get_submodule(path), distances))
-        for path, expert in module.named_modules()
-        if isinstance(expert, Expert) and way == "experts"
-    ]
     weight: list[float] = []
+    with ExitStack() as stack:
+        distance = stack.enter_context(expert_distances(module, teacher)) if way == "experts" else None
 
-    def objective(rows: Tensor) -> Tensor:
-        distances.clear()
-        loss = mean_loss(module(rows[:, :-1]), rows)
-        if way != "experts":
-            return loss
-        apart = torch.stack(distances).sum()
-        if not weight:
-            weight.append(float(loss.detach()) / max(float(apart.detach()), 1e-12))
-        return loss + weight[0] * apart
+        def objective(rows: Tensor) -> Tensor:
+            loss = mean_loss(module(rows[:, :-1]), rows)
+            if distance is None:
+                return loss
+            apart = distance()
+            if not weight:
+                weight.append(float(loss.detach()) / max(float(apart.detach()), 1e-12))
+            return loss + weight[0] * apart
 
-    found = stepped(module, objective, rate=rate, steps=steps, seed=seed, masks=masks)
-    for handle in handles:
-        handle.remove()
+        found = stepped(module, objective, rate=rate, steps=steps, seed=seed, masks=masks)
     return {"loss": held_loss(module, logits), **found, "lambda": weight, "zeros_kept": zeros_kept(module, masks)}
-
-
-def _compare(teacher: nn.Module, distances: list[Tensor]) -> Callable[..., None]:
-    def hook(expert: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if len(output):
-            with torch.no_grad():
-                wanted = teacher(args[0])
-            distances.append(mse_loss(output, wanted))
-
-    return hook
 
 
 def distillation(dense_steps: int, steps: int, seeds: int, trials: Trials) -> list[Row]:
