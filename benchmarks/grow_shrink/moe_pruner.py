@@ -33,6 +33,7 @@ from grow_shrink._pruning import (
     calibration,
     copied,
     held_loss,
+    kept_model,
     mean_loss,
     stepped,
     zeros_kept,
@@ -132,10 +133,13 @@ def dense(steps: int) -> nn.Module:
         loss = mean_loss(module(rows[:, :-1]), rows)
         return loss + BALANCE * sum(block.moe.imbalance for block in module.blocks)  # type: ignore[union-attr]
 
-    stepped(module, objective, rate=DENSE_RATE, steps=steps, seed=10_000)
-    for block in module.blocks:
-        block.moe.imbalance = torch.zeros(())  # type: ignore[union-attr]  (it has a graph, which is not copied)
-    return module
+    def train() -> None:
+        stepped(module, objective, rate=DENSE_RATE, steps=steps, seed=10_000)
+        for block in module.blocks:
+            block.moe.imbalance = torch.zeros(())  # type: ignore[union-attr]  (it has a graph, which is not copied)
+
+    size = f"{LAYERS} x {WIDTH}, {EXPERTS} of {INNER}"
+    return kept_model(f"moe {size}, {steps} steps at {DENSE_RATE:g}", module, train)
 
 
 @cache

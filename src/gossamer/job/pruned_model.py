@@ -337,7 +337,7 @@ def without_padding(batch: RankBatch) -> Iterator[RankBatch]:
         return
     rest = {name: one for name, one in batch.items() if name != "attention_mask"}
     lengths = mask.sum(1)
-    for length in lengths.unique().tolist():
+    for length in sorted(set(lengths.tolist())):
         rows = lengths == length
         yield {name: one[rows][:, :length] if one.dim() > 1 else one[rows] for name, one in rest.items()}
 

@@ -55,7 +55,7 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
 
 def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
     """Return the teacher's module at `path`. Raises BadInput unless its parameters have the shapes of `own`."""
-    found = dict(teacher.named_modules()).get(path)
+    found: nn.Module | None = dict(teacher.named_modules()).get(path)
     shapes = [
         {name: one.shape for name, one in module.named_parameters()} for module in (own, found) if module is not None
     ]
@@ -82,7 +82,7 @@ def _of_fused(
     at: FusedExperts, other: FusedExperts, distances: list[Tensor], module: Any, args: Any, kwargs: Any, output: Tensor
 ) -> None:
     hidden, chosen, _ = routed(at, args, kwargs)
-    for number in chosen.unique().tolist():
+    for number in sorted(set(chosen.flatten().tolist())):
         tokens, _ = torch.where(chosen == number)
         x = hidden[tokens]
         with torch.no_grad():
