@@ -36,6 +36,8 @@ def declared(name: str) -> Exchange:
 
 @pytest.mark.parametrize("name", exchange_methods.names())
 def test_it_comes_to_the_optimum_with_its_feedback(name: str) -> None:
+    if crew.example(name).traits.masked:
+        pytest.skip("what it leaves out no feedback recovers, by its declaration")
     assert DESCENT.distance(declared(name), PROBLEM, WHERE) < NEAR * START
 
 

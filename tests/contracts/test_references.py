@@ -81,6 +81,16 @@ def agreed_places() -> Iterator[Any]:
         step = yield torch.where(there[0], summed(step.xs, step.weights), 0.0)
 
 
+def masked() -> Iterator[Any]:
+    """Half of either matrix, in the same places at every step; all of a vector and a number."""
+    step = yield
+    first = step.outcomes[0].lost == 0
+    while True:
+        assert all(torch.equal(o.lost == 0, first) for o in step.outcomes)
+        assert [int(view.sum()) for _, view in Bucket(WHERE, first).slices()] == [60, 9, 1, 34]
+        step = yield torch.where(first, summed(step.xs, step.weights), 0.0)
+
+
 def coded() -> Iterator[Any]:
     step = yield
     while True:
@@ -213,6 +223,7 @@ REFERENCES: dict[str, tuple[Any, Reference]] = {
     "two_shot": ({"two_shot": {"codec": "int8"}}, two_shot),
     "uneven_topk": ({"uneven_topk": {"fractions": [0.25]}}, sparse(0.25)),
     "block_sparse": ("block_sparse", exact),
+    "static_mask": ({"static_mask": {"sparsity": 0.5}}, masked),
     "warmup": ({"warmup": {"inner": TOP, "steps": 1}}, warm_up),
 }
 PRESETS = {"byteps_compress", "mem_sgd", "qsgd", "sign_sgd"}  # other members, with their fields set

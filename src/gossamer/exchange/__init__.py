@@ -45,12 +45,14 @@ class ExchangeTraits:
 
     lossless:   the mean is the weighted mean, up to the order of summing.
     fixed_size: `traffic` is the size of the messages, to the byte; otherwise it is an upper limit.
+    masked:     some entries are never sent, and their mean is 0: no feedback can recover them.
     remembers:  the compression error is kept and sent later (error feedback); a lossy exchange without it loses it.
     """
 
     lossless: bool = False
     fixed_size: bool = True
     remembers: bool = False
+    masked: bool = False
 
 
 class Exchange(ABC):

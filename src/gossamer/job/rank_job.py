@@ -29,6 +29,7 @@ from gossamer.proof.startup import Proving
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed
 from gossamer.run.build import build
+from gossamer.run.checkpoint import trainable
 from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
@@ -40,10 +41,10 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import Sink, TrainerServices
 from gossamer.run.unshard_trace import walk_of
-from gossamer.sharding import UnshardOrder
+from gossamer.sharding import UnshardOrder, shapes_of
 from gossamer.spec import records
-from gossamer.spec.errors import BadInput, Interrupted
-from gossamer.store.start_folder import StartFolder
+from gossamer.spec.errors import BadInput, Interrupted, bad_input
+from gossamer.store.start_folder import MASKS, StartFolder
 
 
 def run_job(job: RankJob) -> dict[str, Any]:
@@ -88,6 +89,8 @@ def run_job(job: RankJob) -> dict[str, Any]:
             adapting.begin(trainer.replica)
         _begin(job, trainer, saver, exchanger)
         _keep(job, sink)
+        if told := parts.recipe.optimizer.said(shapes_of(trainable(parts.outline)), flop_per_token=flop_per_token):
+            sink(records.Event(level="info", message=told))
         sink(start_record(job, trainer, flop_per_token))
         for warning in filter(None, (job.data.remark, caution)):
             sink(records.Event(level="warning", message=warning, step=trainer.progress.step))
@@ -134,6 +137,13 @@ def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: 
     """Restore what is to be resumed, and prepare the first step."""
     is_resumed = job.resume and saver.resume(trainer.attempts.stages.pump.channel, job.resume_step, only=job.checkpoint)
     started = None if is_resumed else start_of(job.parts.config.model)
+    if not is_resumed and job.parts.recipe.optimizer.keeps_masks and not (started and started.kinds(MASKS)):
+        raise bad_input(
+            wanted="a start folder with masks in model.start, as train.optimizer holds its zeros",
+            got=f"{started.path}, which has none" if started else "none",
+            do="write what `gossamer prune` made, or leave train.optimizer.static_mask.masks at random",
+            key="model.start",
+        )
     if started is not None:
         for level, message in _start_state(job, started).take_over(trainer.states, trainer.progress):
             saver.sink(records.Event(level=level, message=message))

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gossamer.ops.splitmix import outputs
+
 BLOCK = 1 << 16  # entries; a part of what a direction is
-_GOLDEN, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _TOP = -(2**31)
 
 
@@ -40,23 +41,8 @@ def signed_sums(numel: int, terms: Sequence[tuple[int, float]], device: torch.de
 
 
 def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
-    """Return `count` outputs of the stream from number `first` on, (count,) int32."""
-    x = torch.arange(first + 1, first + 1 + count, dtype=torch.int64, device=device)
-    x.mul_(_GOLDEN).add_(_signed(key))
-    x.bitwise_xor_(_shifted(x, 30)).mul_(_FIRST)
-    x.bitwise_xor_(_shifted(x, 27)).mul_(_SECOND)
-    x.bitwise_xor_(_shifted(x, 31))
-    return (x >> 32).to(torch.int32)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift to the right, with zeros from the left."""
-    return (x >> by).bitwise_and_((1 << (64 - by)) - 1)
-
-
-def _signed(key: int) -> int:
-    """Return the same 64 bits as a signed number."""
-    return ((key + 2**63) & (2**64 - 1)) - 2**63
+    """Return the upper halves of `count` outputs of the stream from number `first` on, (count,) int32."""
+    return (outputs(key, first, count, device) >> 32).to(torch.int32)
 
 
 def _bits(value: float) -> int:

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.spec.registry import Registry
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]  # parameter name -> slot -> tensor
@@ -108,8 +109,33 @@ class Optimizer(ABC):
         return False
 
     @property
+    def owns_weights(self) -> bool:
+        """Return whether weights follow from the states alone, so that what else changes them would be undone."""
+        return False
+
+    @property
+    def mask(self) -> StaticMaskDraw | None:
+        """Return how the masks of weights that never move are drawn; None for most optimizers."""
+        return None
+
+    def said(self, shapes: Mapping[str, tuple[int, ...]], *, flop_per_token: float) -> str:
+        """Return what is to be said of a run's model when it starts, "" for most. Raises BadInput where it is unfit.
+
+        shapes: of all trained parameters; flop_per_token: of a training step, 0 where it is not known.
+        """
+        return ""
+
+    def prepare(self, params: Mapping[str, Tensor]) -> None:
+        """Change whole parameters in place before the first step, the same way on every rank; most do nothing."""
+        return None
+
+    def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:
+        """Set the elements of mean gradients to 0 that an update does not use, so that no norm counts them."""
+        return None
+
+    @property
     def keeps_masks(self) -> bool:
-        """Return whether an update keeps the zeros that the masks of a start folder say."""
+        """Return whether an update keeps the zeros that the masks of a start folder say, in its slot `kept`."""
         return False
 
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
@@ -126,10 +152,16 @@ class Optimizer(ABC):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         """Return the states of every parameter before the first update, on its device."""
 
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    def init_rows(
+        self,
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        starts: Mapping[str, int] | None = None,
+    ) -> OptimizerState:
         """Return the states of some rows of every parameter: those rows of the states of all of it.
 
-        shapes: of the whole parameters, by name. To be overridden where states depend on more than a row.
+        shapes: of the whole parameters, by name; starts: the number of the first row, 0 where there is none. To be
+        overridden where states depend on more than a row.
         """
         return self.init(rows)
 

@@ -64,7 +64,12 @@ class SmallStates(Adaptive):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    def init_rows(
+        self,
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        starts: Mapping[str, int] | None = None,
+    ) -> OptimizerState:
         return {
             name: self._zeros(own) if is_large(shapes[name]) else zeros({name: own}, _PLAIN)[name]
             for name, own in rows.items()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer import LayerVectors, Optimizer, OptimizerState
 
 
@@ -58,6 +59,23 @@ class Wrapper(Optimizer):
         return self.inner.sets_zeros
 
     @property
+    def owns_weights(self) -> bool:
+        return self.inner.owns_weights
+
+    @property
+    def mask(self) -> StaticMaskDraw | None:
+        return self.inner.mask
+
+    def said(self, shapes: Mapping[str, tuple[int, ...]], *, flop_per_token: float) -> str:
+        return self.inner.said(shapes, flop_per_token=flop_per_token)
+
+    def prepare(self, params: Mapping[str, Tensor]) -> None:
+        self.inner.prepare(params)
+
+    def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:
+        self.inner.restrict(grads, state)
+
+    @property
     def keeps_masks(self) -> bool:
         return self.inner.keeps_masks
 
@@ -70,8 +88,13 @@ class Wrapper(Optimizer):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
-        return self.inner.init_rows(rows, shapes)
+    def init_rows(
+        self,
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        starts: Mapping[str, int] | None = None,
+    ) -> OptimizerState:
+        return self.inner.init_rows(rows, shapes, starts)
 
     def wants_vectors(self, params: Mapping[str, Tensor]) -> Collection[str]:
         return self.inner.wants_vectors(params)

@@ -41,9 +41,14 @@ class Master(Wrapper):
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "master")
 
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    def init_rows(
+        self,
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        starts: Mapping[str, int] | None = None,
+    ) -> OptimizerState:
         wide = {name: param.detach().float() if param.dtype in HALF else param for name, param in rows.items()}
-        state = self.inner.init_rows(wide, shapes)
+        state = self.inner.init_rows(wide, shapes, starts)
         for name, param in rows.items():
             if param.dtype in HALF:
                 state[name]["master"] = wide[name].contiguous()

@@ -30,6 +30,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gossamer.ops.static_mask import NO_LINEAR_LAYER
 from gossamer.optimizer import Optimizer, OptimizerState
 from gossamer.optimizer._foreach import chosen
 from gossamer.optimizer._patterns import check_found, check_patterns
@@ -39,7 +40,6 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 _P, _Q, _R = 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-_NO_MATRIX = ("embed", r"\bw[tp]e\b", "head", "router", r"\bgate\.weight$", r"\bclassifier\b", r"\bscore\b", "lora_")
 _FUSED = ((r"\bc_attn\.weight$", 3, 1), (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0))
 
 
@@ -74,6 +74,9 @@ class Muon(Optimizer):
             do = "choose another optimizer for `rest`, or this one for all parameters"
             got = "one that moves all parameters under one clip"
             raise bad_input(wanted="an optimizer of single parameters", got=got, do=do, key="rest")
+        if self.rest.mask is not None or self.rest.keeps_masks:
+            do = "write {static_mask: {inner: muon}}, which masks the matrices"
+            raise bad_input(wanted="an optimizer without a mask", got="static_mask", do=do, key="rest")
         if self.rest.has_average:
             do = "choose another optimizer for `rest`, or this one for all parameters"
             got = "one with an averaged point, which matrices have not"
@@ -121,9 +124,14 @@ class Muon(Optimizer):
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
 
-    def init_rows(self, rows: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> OptimizerState:
+    def init_rows(
+        self,
+        rows: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        starts: Mapping[str, int] | None = None,
+    ) -> OptimizerState:
         matrices, others = self._split(rows)
-        state = self.rest.init_rows(others, shapes)
+        state = self.rest.init_rows(others, shapes, starts)
         for name, param in matrices.items():
             state[name] = {"momentum": torch.zeros_like(param, memory_format=torch.contiguous_format).detach()}
         return {name: state[name] for name in rows}
@@ -230,7 +238,7 @@ class Muon(Optimizer):
 
     def _may_be_matrix(self, name: str) -> bool:
         if name not in self._known:
-            found = any(re.search(pattern, name) for pattern in self.matrices or _NO_MATRIX)
+            found = any(re.search(pattern, name) for pattern in self.matrices or NO_LINEAR_LAYER)
             self._known[name] = found if self.matrices else not found
         return self._known[name]
 

@@ -54,7 +54,7 @@ class Proximal(Wrapper):
                 do="take sgd or adamw; rates by parameter go around: {by_pattern: {inner: {proximal: ...}}}",
                 key="inner",
             )
-        if self.inner.has_average or self.inner.has_one_clip:
+        if self.inner.owns_weights or self.inner.has_average or self.inner.has_one_clip:
             raise bad_input(
                 wanted="an inner optimizer that moves each parameter by its gradient to where it is evaluated",
                 got=type(self.inner).__name__,

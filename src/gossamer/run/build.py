@@ -89,6 +89,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     params = trainable(parts.module)
     pipeline = pipeline_of(parts, rank, levels)
     recipe = parts.recipe
+    recipe.optimizer.prepare(params)
     given = _Inputs(parts=parts, recipe=recipe, engine=engine, pump=pump, around=around, params=params)
     rule = Master(inner=_rule(recipe, levels, rank))  # copies half types alone
     states, replica = _states_and_reducer(given, rule)

@@ -14,7 +14,8 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.start_folder import MASKS, MOMENTS, StartFolder
 
-_OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots beside those of the optimizer that is configured
+_KEPT = "kept"  # the slot of masks
+_OF_ANY_RULE = frozenset({"main", "master", "common", _KEPT})  # slots beside those of the optimizer that is configured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,12 @@ class StartState:
         """
         yield from self._moments(states, progress)
         masks = self.folder.kinds(MASKS)
+        held = {name: tensor for slot, name, _, tensor in states.slots() if slot == _KEPT}
+        if masks and held:
+            for slot, name, rows, tensor in states.slots():
+                if slot == _KEPT and name in masks:
+                    self._take(slot, name, rows, tensor, MASKS)
+            yield "info", f"holds the zeros of the masks of {self.folder.path} in {len(masks)} parameters"
         if masks and not self.keeps_masks:
             names = " and ".join(
                 f"{key} {MethodConfig.parse(one).name}"
@@ -75,8 +82,8 @@ class StartState:
         )
 
     @torch.no_grad()
-    def _take(self, slot: str, name: str, rows: RowRange, tensor: Tensor) -> None:
-        found = self.folder.tensor(f"{slot}/{name}", MOMENTS)
+    def _take(self, slot: str, name: str, rows: RowRange, tensor: Tensor, file: str = MOMENTS) -> None:
+        found = self.folder.tensor(f"{slot}/{name}" if file == MOMENTS else name, file)
         own = rows.of(found) if found.dim() and tensor.dim() else found
         if own.shape != tensor.shape or own.is_floating_point() != tensor.is_floating_point():
             raise bad_input(

@@ -138,6 +138,7 @@ class GradientStep(StepAlgorithm):
     def attempt(self, task: Task) -> StepAttempt:
         with self.vectors.open():
             work = self.gradients.attempt(task)
+        self.states.restrict(self.replica.gradients())
         return StepAttempt(StepVote(work.loss(), speaks=work.speaks), work.compute_s)
 
     def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:

@@ -68,7 +68,8 @@ class ShardedOptimizer:
         own = _own_of(holdings, _held(params, shards))
         if differences is not None:
             own = {n: view.float().clone() for n, view in own.items()}
-        held = rule.init_rows(own, {name: holdings[name].shape for name in own})
+        starts = {name: holdings[name].owned.rows.start for name in own}
+        held = rule.init_rows(own, {name: holdings[name].shape for name in own}, starts)
         for name in own if differences is not None else ():
             held[name][_MAIN] = own[name]
         return ShardedOptimizer(rule, params, holdings, deal, rank, differences, held, shards)
@@ -106,6 +107,11 @@ class ShardedOptimizer:
             part = {name: grad for name, grad in own.items() if each.get(name, 0) == skipped}
             update(self._moved_by_rule(part), part, self.held, lr_scale=lr_scale, step=step - skipped)
         self.release()
+
+    def restrict(self, grads: Mapping[str, Tensor]) -> None:
+        """Let the optimizer set to 0 what it does not use of this rank's rows of the mean gradients."""
+        if self.tiers is None:
+            self.rule.restrict({name: grad for name, grad in grads.items() if self._owns(name)}, self.held)
 
     def see(self, vectors: Mapping[str, LayerVectors]) -> None:
         """Give the optimizer the vectors of a step's layers, before the update."""

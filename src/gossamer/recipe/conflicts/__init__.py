@@ -10,6 +10,7 @@ from gossamer.recipe.conflicts import (
     adversarial,
     exchange,
     layout,
+    masks,
     optimizer,
     savers,
     sharding,
@@ -35,6 +36,7 @@ LAWS: tuple[Law, ...] = (
     layout.sync_with_stages,
     sync.optimizer_with_local_updates,
     sync.zeros_with_local_updates,
+    sync.states_with_local_updates,
     sync.auto_sync_with_exchange,
     sync.zeroth_order_with_exchange,
     exchange.clipping_with_exchange,
@@ -70,6 +72,11 @@ LAWS: tuple[Law, ...] = (
     adaptation.policy_with_interval,
     exchange.lossy_with_layout,
     exchange.residuals_with_exchange,
+    masks.mask_with_optimizer,
+    masks.mask_with_feedback,
+    masks.mask_with_policy,
+    masks.mask_with_tiers,
+    masks.mask_with_verification,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gossamer.exchange.static_mask import StaticMask
 from gossamer.recipe.conflicts.exchange import exchange_told
 from gossamer.recipe.recipe import OPTIMIZER, Recipe
 from gossamer.spec.errors import BadInput, bad_input
@@ -25,12 +26,35 @@ def optimizer_with_local_updates(recipe: Recipe) -> BadInput | None:
 
 def zeros_with_local_updates(recipe: Recipe) -> BadInput | None:
     """Return an error for an optimizer that sets elements to 0 where parameters are averaged."""
-    if recipe.sync.loop is None or not recipe.optimizer.sets_zeros:
+    if recipe.sync.loop is None or not recipe.optimizer.sets_zeros or _keeps_zeros(recipe):
         return None
     return bad_input(
-        wanted="plan.sync every_step, as train.optimizer sets weights to exactly 0 and averages of weights are not 0",
+        wanted="plan.sync every_step, as train.optimizer sets weights to exactly 0 and averages of weights are not 0 "
+        "(of a static_mask they are, through an exchange without loss)",
         got=f"plan.sync {told(recipe.plan.sync)}",
-        do="set plan.sync to every_step, or train.optimizer to the inner optimizer of proximal",
+        do="set plan.sync to every_step, or train.optimizer to the inner optimizer of this one",
+        key=OPTIMIZER,
+    )
+
+
+def _keeps_zeros(recipe: Recipe) -> bool:
+    """Return whether rounds average zeros that are the same on all islands, through exchanges that keep a zero."""
+    loop, optimizer = recipe.sync.loop, recipe.optimizer
+    if loop is None or (optimizer.mask is None and not optimizer.keeps_masks):
+        return False
+    met = [one for one in (loop.exchange, loop.step_exchange) if one is not None]
+    return all((one.inner if isinstance(one, StaticMask) else one).traits.lossless for one in met)
+
+
+def states_with_local_updates(recipe: Recipe) -> BadInput | None:
+    """Return an error for an optimizer whose states determine the weights, where rounds change these."""
+    if not recipe.optimizer.owns_weights or (recipe.sync.loop is None and recipe.plan.sync != "auto"):
+        return None
+    return bad_input(
+        wanted="plan.sync every_step, as the weights follow from the states of train.optimizer, which rounds do not "
+        "change",
+        got=f"plan.sync {told(recipe.plan.sync)}",
+        do="set plan.sync to every_step, or train.optimizer to adamw",
         key=OPTIMIZER,
     )
 
