@@ -42,7 +42,7 @@ from grow_shrink._pruning import (
 WIDTH, LAYERS, HEADS, EXPERTS, CHOSEN, INNER = 64, 3, 4, 8, 2, 128
 DENSE_STEPS, DENSE_RATE, STEPS, SEEDS = 500, 4e-3, 40, 3
 BALANCE = 0.01  # of the usual loss for equal use of experts, while the dense model is trained
-SPARSITY, NAMES = 0.5, ("magnitude", "wanda", "moe_pruner")
+SPARSITIES, NAMES = (0.5, 0.6, 0.7), ("magnitude", "wanda", "moe_pruner")
 RATE = 1e-3
 
 
@@ -143,45 +143,51 @@ def dense(steps: int) -> nn.Module:
 
 
 @cache
-def shrunk(dense_steps: int, name: str, seed: int) -> tuple[nn.Module, Mapping[str, Tensor]]:
+def shrunk(
+    dense_steps: int, name: str, seed: int, sparsity: float = SPARSITIES[0]
+) -> tuple[nn.Module, Mapping[str, Tensor]]:
     """Return the model pruned with the calibration text of a seed, and its masks."""
     module = copied(dense(dense_steps)).eval()
-    masks = prune(module, pruning({name: {"sparsity": SPARSITY}}), calibration(module, logits, seed)).masks
+    masks = prune(module, pruning({name: {"sparsity": sparsity}}), calibration(module, logits, seed)).masks
     apply_masks(module, masks)
     return module, masks
 
 
 def one_shot(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
-    found, whole = pruned_losses(dense_steps, seeds, trials)
     rows = []
-    for name, other in (("moe_pruner", "wanda"), ("moe_pruner", "magnitude"), ("wanda", "magnitude")):
-        pairs = [(a - whole) / (b - whole) for a, b in zip(found[name], found[other], strict=True)]
-        rows.append(
-            Row(
-                method=name,
-                claim="rise of the loss by pruning, without retraining; holds: below 1 with every calibration seed",
-                baseline=other,
-                ratio=round(mean(pairs), 4),
-                paper_ratio=None,
-                spread=(round(min(pairs), 4), round(max(pairs), 4)),
-                seeds=seeds,
-                setting=setting(dense_steps),
-                holds=max(pairs) < 1,
-                details={"loss_dense": whole, name: found[name], other: found[other]},
+    for sparsity in SPARSITIES:
+        found, whole = pruned_losses(dense_steps, seeds, trials, sparsity)
+        for name, other in (("moe_pruner", "wanda"), ("moe_pruner", "magnitude"), ("wanda", "magnitude")):
+            pairs = [(a - whole) / (b - whole) for a, b in zip(found[name], found[other], strict=True)]
+            rows.append(
+                Row(
+                    method=name,
+                    claim="rise of the loss by pruning, without retraining; holds: below 1 with every calibration seed",
+                    baseline=other,
+                    ratio=round(mean(pairs), 4),
+                    paper_ratio=None,
+                    spread=(round(min(pairs), 4), round(max(pairs), 4)),
+                    seeds=seeds,
+                    setting=setting(dense_steps, sparsity),
+                    holds=max(pairs) < 1,
+                    details={"loss_dense": whole, name: found[name], other: found[other]},
+                )
             )
-        )
     return rows
 
 
-def pruned_losses(dense_steps: int, seeds: int, trials: Trials) -> tuple[dict[str, list[float]], float]:
+def pruned_losses(
+    dense_steps: int, seeds: int, trials: Trials, sparsity: float = SPARSITIES[0]
+) -> tuple[dict[str, list[float]], float]:
     """Return the losses after pruning by method and calibration seed, and that before."""
     shared = trials.of("one_shot")
+    more = "" if sparsity == SPARSITIES[0] else f", sparsity {sparsity:g}"
     whole = shared(f"dense, {dense_steps} steps", lambda: held_loss(dense(dense_steps), logits))
     return {
         name: [
             shared(
-                f"{name}, {dense_steps} steps, calibration {seed}",
-                lambda name=name, seed=seed: held_loss(shrunk(dense_steps, name, seed)[0], logits),
+                f"{name}, {dense_steps} steps, calibration {seed}{more}",
+                lambda name=name, seed=seed: held_loss(shrunk(dense_steps, name, seed, sparsity)[0], logits),
             )
             for seed in range(seeds)
         ]
@@ -189,11 +195,11 @@ def pruned_losses(dense_steps: int, seeds: int, trials: Trials) -> tuple[dict[st
     }, whole
 
 
-def setting(dense_steps: int) -> str:
+def setting(dense_steps: int, sparsity: float = SPARSITIES[0]) -> str:
     parameters = sum(one.numel() for one in MoeLm().parameters())
     return (
         f"byte LM of {LAYERS} layers of {WIDTH} with {EXPERTS} experts of {INNER}, {CHOSEN} chosen, {parameters:,} "
-        f"parameters, {dense_steps} steps of {ROWS * CONTEXT:,} tokens; {SPARSITY:.0%} of each row of experts and "
+        f"parameters, {dense_steps} steps of {ROWS * CONTEXT:,} tokens; {sparsity:.0%} of each row of experts and "
         f"attention; {CALIBRATION} calibration sequences of {CONTEXT} bytes"
     )
 
