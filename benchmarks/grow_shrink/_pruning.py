@@ -7,11 +7,14 @@ out.
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -84,6 +87,24 @@ def stepped(
         rule.step()
         seconds += time.process_time() - began
     return {"seconds": round(seconds, 2), "parameters": sum(one.numel() for one in trained.values())}
+
+
+def kept_model(name: str, module: nn.Module, train: Callable[[], object]) -> nn.Module:
+    """Train `module`, or load what it became before: a study that was ended goes on with the same model.
+
+    name: of the model and its training; it is kept in the user's cache.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    file = Path(home, "gossamer-grow_shrink", "models", f"{name}, torch {torch.__version__}.safetensors")
+    if file.exists():
+        load_model(module, file)
+        return module
+    train()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = file.with_suffix(".partial")
+    save_model(module, str(partial_file))
+    partial_file.rename(file)
+    return module
 
 
 def copied(module: nn.Module) -> nn.Module:

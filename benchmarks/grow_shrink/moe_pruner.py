@@ -11,18 +11,19 @@ none is in this unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from statistics import mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, mse_loss, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import gelu, rms_norm, scaled_dot_product_attention
 
 from claims import Row, Study
 from claims._grid import tuned
 from claims._trials import Trials
-from gossamer.prune import apply_masks, prune
+from gossamer.prune import apply_masks, expert_distances, prune
 from gossamer.prune import build as pruning
 from grow_shrink._pruning import (
     CALIBRATION,
@@ -32,6 +33,7 @@ from grow_shrink._pruning import (
     calibration,
     copied,
     held_loss,
+    kept_model,
     mean_loss,
     stepped,
     zeros_kept,
@@ -40,7 +42,7 @@ from grow_shrink._pruning import (
 WIDTH, LAYERS, HEADS, EXPERTS, CHOSEN, INNER = 64, 3, 4, 8, 2, 128
 DENSE_STEPS, DENSE_RATE, STEPS, SEEDS = 500, 4e-3, 40, 3
 BALANCE = 0.01  # of the usual loss for equal use of experts, while the dense model is trained
-SPARSITY, NAMES = 0.5, ("magnitude", "wanda", "moe_pruner")
+SPARSITIES, NAMES = (0.5, 0.6, 0.7), ("magnitude", "wanda", "moe_pruner")
 RATE = 1e-3
 
 
@@ -131,52 +133,61 @@ def dense(steps: int) -> nn.Module:
         loss = mean_loss(module(rows[:, :-1]), rows)
         return loss + BALANCE * sum(block.moe.imbalance for block in module.blocks)  # type: ignore[union-attr]
 
-    stepped(module, objective, rate=DENSE_RATE, steps=steps, seed=10_000)
-    for block in module.blocks:
-        block.moe.imbalance = torch.zeros(())  # type: ignore[union-attr]  (it has a graph, which is not copied)
-    return module
+    def train() -> None:
+        stepped(module, objective, rate=DENSE_RATE, steps=steps, seed=10_000)
+        for block in module.blocks:
+            block.moe.imbalance = torch.zeros(())  # type: ignore[union-attr]  (it has a graph, which is not copied)
+
+    size = f"{LAYERS} x {WIDTH}, {EXPERTS} of {INNER}"
+    return kept_model(f"moe {size}, {steps} steps at {DENSE_RATE:g}", module, train)
 
 
 @cache
-def shrunk(dense_steps: int, name: str, seed: int) -> tuple[nn.Module, Mapping[str, Tensor]]:
+def shrunk(
+    dense_steps: int, name: str, seed: int, sparsity: float = SPARSITIES[0]
+) -> tuple[nn.Module, Mapping[str, Tensor]]:
     """Return the model pruned with the calibration text of a seed, and its masks."""
     module = copied(dense(dense_steps)).eval()
-    masks = prune(module, pruning({name: {"sparsity": SPARSITY}}), calibration(module, logits, seed)).masks
+    masks = prune(module, pruning({name: {"sparsity": sparsity}}), calibration(module, logits, seed)).masks
     apply_masks(module, masks)
     return module, masks
 
 
 def one_shot(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
-    found, whole = pruned_losses(dense_steps, seeds, trials)
     rows = []
-    for name, other in (("moe_pruner", "wanda"), ("moe_pruner", "magnitude"), ("wanda", "magnitude")):
-        pairs = [(a - whole) / (b - whole) for a, b in zip(found[name], found[other], strict=True)]
-        rows.append(
-            Row(
-                method=name,
-                claim="rise of the loss by pruning, without retraining; holds: below 1 with every calibration seed",
-                baseline=other,
-                ratio=round(mean(pairs), 4),
-                paper_ratio=None,
-                spread=(round(min(pairs), 4), round(max(pairs), 4)),
-                seeds=seeds,
-                setting=setting(dense_steps),
-                holds=max(pairs) < 1,
-                details={"loss_dense": whole, name: found[name], other: found[other]},
+    for sparsity in SPARSITIES:
+        found, whole = pruned_losses(dense_steps, seeds, trials, sparsity)
+        for name, other in (("moe_pruner", "wanda"), ("moe_pruner", "magnitude"), ("wanda", "magnitude")):
+            pairs = [(a - whole) / (b - whole) for a, b in zip(found[name], found[other], strict=True)]
+            rows.append(
+                Row(
+                    method=name,
+                    claim="rise of the loss by pruning, without retraining; holds: below 1 with every calibration seed",
+                    baseline=other,
+                    ratio=round(mean(pairs), 4),
+                    paper_ratio=None,
+                    spread=(round(min(pairs), 4), round(max(pairs), 4)),
+                    seeds=seeds,
+                    setting=setting(dense_steps, sparsity),
+                    holds=max(pairs) < 1,
+                    details={"loss_dense": whole, name: found[name], other: found[other]},
+                )
             )
-        )
     return rows
 
 
-def pruned_losses(dense_steps: int, seeds: int, trials: Trials) -> tuple[dict[str, list[float]], float]:
+def pruned_losses(
+    dense_steps: int, seeds: int, trials: Trials, sparsity: float = SPARSITIES[0]
+) -> tuple[dict[str, list[float]], float]:
     """Return the losses after pruning by method and calibration seed, and that before."""
     shared = trials.of("one_shot")
+    more = "" if sparsity == SPARSITIES[0] else f", sparsity {sparsity:g}"
     whole = shared(f"dense, {dense_steps} steps", lambda: held_loss(dense(dense_steps), logits))
     return {
         name: [
             shared(
-                f"{name}, {dense_steps} steps, calibration {seed}",
-                lambda name=name, seed=seed: held_loss(shrunk(dense_steps, name, seed)[0], logits),
+                f"{name}, {dense_steps} steps, calibration {seed}{more}",
+                lambda name=name, seed=seed: held_loss(shrunk(dense_steps, name, seed, sparsity)[0], logits),
             )
             for seed in range(seeds)
         ]
@@ -184,11 +195,11 @@ def pruned_losses(dense_steps: int, seeds: int, trials: Trials) -> tuple[dict[st
     }, whole
 
 
-def setting(dense_steps: int) -> str:
+def setting(dense_steps: int, sparsity: float = SPARSITIES[0]) -> str:
     parameters = sum(one.numel() for one in MoeLm().parameters())
     return (
         f"byte LM of {LAYERS} layers of {WIDTH} with {EXPERTS} experts of {INNER}, {CHOSEN} chosen, {parameters:,} "
-        f"parameters, {dense_steps} steps of {ROWS * CONTEXT:,} tokens; {SPARSITY:.0%} of each row of experts and "
+        f"parameters, {dense_steps} steps of {ROWS * CONTEXT:,} tokens; {sparsity:.0%} of each row of experts and "
         f"attention; {CALIBRATION} calibration sequences of {CONTEXT} bytes"
     )
 
@@ -197,38 +208,21 @@ def recovered(dense_steps: int, steps: int, name: str, way: str, rate: float, se
     """Recover a pruned model with the masks held; `way`: experts, or loss (alone)."""
     source, masks = shrunk(dense_steps, name, seed % TUNING_SEED)
     module, teacher = copied(source).train(), copied(dense(dense_steps)).eval().requires_grad_(False)
-    distances: list[Tensor] = []
-    handles = [
-        expert.register_forward_hook(_compare(teacher.get_submodule(path), distances))
-        for path, expert in module.named_modules()
-        if isinstance(expert, Expert) and way == "experts"
-    ]
     weight: list[float] = []
+    with ExitStack() as stack:
+        distance = stack.enter_context(expert_distances(module, teacher)) if way == "experts" else None
 
-    def objective(rows: Tensor) -> Tensor:
-        distances.clear()
-        loss = mean_loss(module(rows[:, :-1]), rows)
-        if way != "experts":
-            return loss
-        apart = torch.stack(distances).sum()
-        if not weight:
-            weight.append(float(loss.detach()) / max(float(apart.detach()), 1e-12))
-        return loss + weight[0] * apart
+        def objective(rows: Tensor) -> Tensor:
+            loss = mean_loss(module(rows[:, :-1]), rows)
+            if distance is None:
+                return loss
+            apart = distance()
+            if not weight:
+                weight.append(float(loss.detach()) / max(float(apart.detach()), 1e-12))
+            return loss + weight[0] * apart
 
-    found = stepped(module, objective, rate=rate, steps=steps, seed=seed, masks=masks)
-    for handle in handles:
-        handle.remove()
+        found = stepped(module, objective, rate=rate, steps=steps, seed=seed, masks=masks)
     return {"loss": held_loss(module, logits), **found, "lambda": weight, "zeros_kept": zeros_kept(module, masks)}
-
-
-def _compare(teacher: nn.Module, distances: list[Tensor]) -> Callable[..., None]:
-    def hook(expert: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        if len(output):
-            with torch.no_grad():
-                wanted = teacher(args[0])
-            distances.append(mse_loss(output, wanted))
-
-    return hook
 
 
 def distillation(dense_steps: int, steps: int, seeds: int, trials: Trials) -> list[Row]:

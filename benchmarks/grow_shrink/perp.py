@@ -23,7 +23,17 @@ from claims._trials import Trials
 from gossamer.model.adapter import adapt, build, merge
 from gossamer.prune import apply_masks, prune
 from gossamer.prune import build as pruning
-from grow_shrink._pruning import CONTEXT, ROWS, TUNING_SEED, copied, held_loss, mean_loss, stepped, zeros_kept
+from grow_shrink._pruning import (
+    CONTEXT,
+    ROWS,
+    TUNING_SEED,
+    copied,
+    held_loss,
+    kept_model,
+    mean_loss,
+    stepped,
+    zeros_kept,
+)
 
 CONFIG: dict[str, Any] = {
     "n_embd": 96,
@@ -64,10 +74,18 @@ def dense(steps: int) -> nn.Module:
     torch.manual_seed(0)
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     module: nn.Module = GPT2LMHeadModel(GPT2Config(**CONFIG, **off))
-    stepped(
-        module, lambda rows: mean_loss(logits(module, rows[:, :-1]), rows), rate=DENSE_RATE, steps=steps, seed=10_000
-    )
-    return module
+
+    def train() -> None:
+        stepped(
+            module,
+            lambda rows: mean_loss(logits(module, rows[:, :-1]), rows),
+            rate=DENSE_RATE,
+            steps=steps,
+            seed=10_000,
+        )
+
+    size = f"{CONFIG['n_layer']} x {CONFIG['n_embd']}"
+    return kept_model(f"perp {size}, {steps} steps at {DENSE_RATE:g}", module, train)
 
 
 @cache

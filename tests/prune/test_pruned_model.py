@@ -115,6 +115,15 @@ def test_a_run_is_pruned_on_its_own_text(place: Path, tmp_path: Path, monkeypatc
     assert all(not bool(params[name][~mask].count_nonzero()) for name, mask in masks.items())
 
 
+def test_padding_does_not_count(place: Path, tmp_path: Path) -> None:
+    lines = [f"{number}, {'x' * (number % 9)}." for number in range(60)]
+    (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    given = options(place, data=[tmp_path / "short.jsonl"], calibration=100)
+    data = prune(place / "llama", **given)
+    assert data["calibration_sequences"] == 48
+    assert {one["tokens"] for one in data["layers"]} == {sum(len(line) + 1 for line in lines[:48])}
+
+
 @pytest.mark.parametrize(
     ("change", "given", "said"),
     [

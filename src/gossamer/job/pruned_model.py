@@ -36,7 +36,7 @@ from gossamer.model.precision import precision_of
 from gossamer.model.source import ModelSource
 from gossamer.prune import Pruned, Pruning, apply_masks, build, prune
 from gossamer.recipe import Recipe
-from gossamer.run.batches import TextBatches, moved, row_slices
+from gossamer.run.batches import RankBatch, TextBatches, moved, row_slices
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -315,7 +315,7 @@ def _drawn(start: int, stop: int, most: int, seed: int) -> np.ndarray[Any, Any]:
 
 
 def _forwards(module: nn.Module, texts: Sequence[_Text], progress: Progress) -> Iterator[Callable[[], object]]:
-    """Yield a forward per batch of the calibration text."""
+    """Yield the forwards over the calibration text, without its padding."""
     device = next(module.parameters()).device
     for text in texts:
         if not len(text.chosen):
@@ -324,8 +324,22 @@ def _forwards(module: nn.Module, texts: Sequence[_Text], progress: Progress) -> 
         caller = caller_of(module, first)
         rows = max(1, _BATCH_TOKENS // first["input_ids"].shape[1])
         for some in row_slices(len(text.chosen), rows):
-            yield partial(caller, module, moved(text.batches.batch(text.chosen[some]), device))
+            for batch in without_padding(text.batches.batch(text.chosen[some])):
+                yield partial(caller, module, moved(batch, device))
             progress(f"{text.name}, calibration", min(some.stop, len(text.chosen)), len(text.chosen))
+
+
+def without_padding(batch: RankBatch) -> Iterator[RankBatch]:
+    """Yield the rows of a batch in groups of one length, cut where their padding begins, which is on the right."""
+    mask = batch.get("attention_mask")
+    if mask is None:
+        yield batch
+        return
+    rest = {name: one for name, one in batch.items() if name != "attention_mask"}
+    lengths = mask.sum(1)
+    for length in sorted(set(lengths.tolist())):
+        rows = lengths == length
+        yield {name: one[rows][:, :length] if one.dim() > 1 else one[rows] for name, one in rest.items()}
 
 
 def _loss(module: nn.Module, source: _Source, text: _Text, progress: Progress, when: str) -> float:

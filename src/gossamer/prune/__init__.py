@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from gossamer.prune._expert_distance import expert_distances
 from gossamer.prune._kept import Kept
 from gossamer.prune._matrices import Found, Matrix, find
 from gossamer.prune._observed import InputStatistics, observing
@@ -36,6 +37,7 @@ __all__ = [
     "REGISTRY",
     "apply_masks",
     "build",
+    "expert_distances",
     "names",
     "prune",
 ]

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.model.quantized_linear import is_conv1d
+from gossamer.spec.errors import BadInput, bad_input
 
 _UP, _GATE_UP, _DOWN = "up_proj", "gate_up_proj", "down_proj"
 
@@ -120,3 +121,50 @@ def _near(block: nn.Module, without: nn.Module) -> Iterator[nn.Module]:
 def _outputs(linear: nn.Module) -> int:
     found: Any = linear
     return int(found.nf if is_conv1d(linear) else found.out_features)
+
+
+def routed(at: FusedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states (tokens, in), numbers of experts and weights (tokens, k) of a call."""
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    given = dict(zip(names, args, strict=False)) | {name: one for name, one in kwargs.items() if name in names}
+    if set(given) != set(names) or not all(isinstance(one, Tensor) for one in given.values()):
+        raise unlike(at.path, at.module, "it is not called with tokens, numbers of experts and weights")
+    hidden, chosen, weights = (given[name] for name in names)
+    if chosen.dim() != 2 or chosen.shape != weights.shape or hidden.dim() != 2:
+        raise unlike(at.path, at.module, "its tokens, numbers of experts and weights do not belong together")
+    return hidden, chosen, weights
+
+
+def inner_activation(at: FusedExperts, number: int, x: Tensor) -> Tensor:
+    """Return what the last matrix of an expert sees of tokens x (n, in)."""
+    product = _product(at.module, at.parameters[0], number, x)
+    found: Tensor = at.module._apply_gate(product) if at.module.has_gate else at.module.act_fn(product)
+    return found
+
+
+def last_product(at: FusedExperts, number: int, inner: Tensor) -> Tensor:
+    """Return the output of an expert of its inner activation, before the router's weight."""
+    found = _product(at.module, at.parameters[1], number, inner)
+    return at.module.post_expert_norm(found) if getattr(at.module, "has_post_expert_norm", False) else found
+
+
+def expert_output(at: FusedExperts, number: int, x: Tensor) -> Tensor:
+    """Return the output of one expert for tokens x (n, in), before the router's weight."""
+    return last_product(at, number, inner_activation(at, number, x))
+
+
+def _product(module: Any, name: str, number: int, x: Tensor) -> Tensor:
+    weight = getattr(module, name)[number]
+    bias = getattr(module, f"{name}_bias")[number] if module.has_bias else None
+    return nn.functional.linear(x, weight.t() if module.is_transposed else weight, bias)
+
+
+def unlike(path: str, module: nn.Module, why: str) -> BadInput:
+    """Return the error for experts that cannot be observed."""
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return bad_input(
+        wanted=f"experts in {path} whose inputs and router weights can be observed",
+        got=f"a {kind}: {why}",
+        do="exclude them, or prune by magnitude",
+        key="exclude",
+    )

@@ -18,9 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.prune._experts import FusedExperts, ListedExperts, is_linear
+from gossamer.prune._experts import (
+    FusedExperts,
+    ListedExperts,
+    inner_activation,
+    is_linear,
+    last_product,
+    routed,
+    unlike,
+)
 from gossamer.prune._matrices import Found
-from gossamer.spec.errors import BadInput, bad_input
 
 _CLOSE = {torch.bfloat16: 5e-2, torch.float16: 5e-3}  # relative difference of one output computed in two orders
 _CLOSE_ELSE = 1e-4
@@ -100,7 +107,7 @@ class _FusedWatch:
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         """Add what reached the experts in one call."""
-        hidden, chosen, weights = _routed(self.at, args, kwargs)
+        hidden, chosen, weights = routed(self.at, args, kwargs)
         again = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         first, last = self.at.parameters
         prefix = f"{self.at.path}." if self.at.path else ""
@@ -109,15 +116,12 @@ class _FusedWatch:
             if not len(tokens):
                 continue
             x, gate = hidden[tokens], weights[tokens, places]
-            product = _product(module, first, number, x)
-            inner = module._apply_gate(product) if module.has_gate else module.act_fn(product)
+            inner = inner_activation(self.at, number, x)
             for name, reached in ((first, x), (last, inner)):
                 if (one := self.seen.get(f"{prefix}{name}[{number}]")) is not None:
                     one.add(reached, gate if self.weighs_by_gate else None)
             if not self.is_proven:
-                y = _product(module, last, number, inner)
-                if getattr(module, "has_post_expert_norm", False):
-                    y = module.post_expert_norm(y)
+                y = last_product(self.at, number, inner)
                 again.index_add_(0, tokens, (y * gate[:, None]).float())
         if not self.is_proven:
             self._prove(again, output)
@@ -127,28 +131,8 @@ class _FusedWatch:
         own = output.reshape(again.shape).float() if isinstance(output, Tensor) else None
         bound = _CLOSE.get(output.dtype, _CLOSE_ELSE) if own is not None else 0.0
         if own is None or float((again - own).abs().max()) > bound * float(own.abs().max()) + 1e-12:
-            raise _unlike(
-                self.at.path, self.at.module, "its output is not that of its matrices, activation and weights"
-            )
+            raise unlike(self.at.path, self.at.module, "its output is not that of its matrices, activation and weights")
         self.is_proven = True
-
-
-def _routed(at: FusedExperts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states (tokens, in), numbers of experts and weights (tokens, k) of a call."""
-    names = ("hidden_states", "top_k_index", "top_k_weights")
-    given = dict(zip(names, args, strict=False)) | {name: one for name, one in kwargs.items() if name in names}
-    if set(given) != set(names) or not all(isinstance(one, Tensor) for one in given.values()):
-        raise _unlike(at.path, at.module, "it is not called with tokens, numbers of experts and weights")
-    hidden, chosen, weights = (given[name] for name in names)
-    if chosen.dim() != 2 or chosen.shape != weights.shape or hidden.dim() != 2:
-        raise _unlike(at.path, at.module, "its tokens, numbers of experts and weights do not belong together")
-    return hidden, chosen, weights
-
-
-def _product(module: Any, name: str, number: int, x: Tensor) -> Tensor:
-    weight = getattr(module, name)[number]
-    bias = getattr(module, f"{name}_bias")[number] if module.has_bias else None
-    return nn.functional.linear(x, weight.t() if module.is_transposed else weight, bias)
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +184,7 @@ class _ListWatch:
 
     def _leave(self, expert: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
-            raise _unlike(self.at.path, expert, "it returns more than one tensor")
+            raise unlike(self.at.path, expert, "it returns more than one tensor")
         call = self.open.pop()
         call.leaf = output.detach().requires_grad_(True)
         self.calls.append(call)
@@ -220,7 +204,7 @@ class _ListWatch:
             gates = self._gates(leaf, slope)
             for seen, x in call.reached:
                 if x.shape[:-1].numel() != gates.numel():
-                    raise _unlike(self.at.path, block, "a linear layer in an expert sees other rows than it returns")
+                    raise unlike(self.at.path, block, "a linear layer in an expert sees other rows than it returns")
                 seen.add(x, gates)
         self.calls.clear()
         return _detached(output)
@@ -232,7 +216,7 @@ class _ListWatch:
         first = slope[..., :1]
         if slope.numel() and float((slope - first).abs().max()) > _CONSTANT * float(slope.abs().max()) + 1e-12:
             said = "it does not multiply an expert's output by one weight per token"
-            raise _unlike(self.at.path, self.at.block, said)
+            raise unlike(self.at.path, self.at.block, said)
         return first.squeeze(-1)
 
 
@@ -242,13 +226,3 @@ def _detached(output: Any) -> Any:
     if isinstance(output, tuple) and type(output) is tuple:
         return tuple(one.detach() if isinstance(one, Tensor) else one for one in output)
     return output
-
-
-def _unlike(path: str, module: nn.Module, why: str) -> BadInput:
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return bad_input(
-        wanted=f"experts in {path} whose inputs and router weights can be observed",
-        got=f"a {kind}: {why}",
-        do="exclude them, or prune by magnitude",
-        key="exclude",
-    )

@@ -1,0 +1,90 @@
+"""How far the experts of a pruned model are from those that they were: the term of expert-wise distillation.
+
+Equation: L = CE + lambda D,    D = sum_layers sum_experts mean (E_teacher(x) - E_student(x))^2
+Symbols:  x what the student's router sends to an expert, E an expert's output before the router's weight. The teacher
+          has no gradient; an expert without tokens adds nothing.
+Source:   Xie, Zhang, Cai, Xu, Zhang, Shen, MoE-Pruner, 2024, arXiv:2410.12013 (section 3; masks stay as they are).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.prune._experts import FusedExperts, expert_output, fused_experts, listed_experts, routed
+from gossamer.spec.errors import bad_input
+
+
+@contextmanager
+def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """Yield a function that returns D of the student's last forward in this context, with its graph.
+
+    The teacher is a model of the same structure, frozen by the caller; its experts alone run. Raises BadInput for a
+    model without experts, and for a teacher that has others.
+    """
+    distances: list[Tensor] = []
+    with ExitStack() as stack:
+        handle = student.register_forward_pre_hook(lambda *_: distances.clear())
+        stack.callback(handle.remove)
+        pairs = 0
+        for at in fused_experts(student):
+            other = FusedExperts(at.path, _counterpart(teacher, at.path, at.module))
+            given = partial(_of_fused, at, other, distances)
+            stack.callback(at.module.register_forward_hook(given, with_kwargs=True).remove)
+            pairs += 1
+        for listed in listed_experts(student):
+            others = [*_counterpart(teacher, listed.path, student.get_submodule(listed.path)).children()]
+            for expert, counterpart in zip(listed.experts, others, strict=True):
+                hook = partial(_of_member, counterpart, distances)
+                stack.callback(expert.register_forward_hook(hook, with_kwargs=True).remove)
+                pairs += 1
+        if not pairs:
+            raise bad_input(
+                wanted="a mixture of experts",
+                got=f"a {type(student).__name__} without experts",
+                do="distill its outputs instead",
+                key="prune",
+            )
+        yield lambda: torch.stack(distances).sum() if distances else torch.zeros(())
+
+
+def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
+    """Return the teacher's module at `path`. Raises BadInput unless its parameters have the shapes of `own`."""
+    found: nn.Module | None = dict(teacher.named_modules()).get(path)
+    shapes = [
+        {name: one.shape for name, one in module.named_parameters()} for module in (own, found) if module is not None
+    ]
+    if found is None or shapes[0] != shapes[1]:
+        raise bad_input(
+            wanted=f"a teacher with the experts of the student in {path}",
+            got="other ones" if found is not None else "none",
+            do="give the model that was pruned",
+            key="prune",
+        )
+    return found
+
+
+def _of_member(
+    teacher: nn.Module, distances: list[Tensor], expert: nn.Module, args: Any, kwargs: Any, output: Tensor
+) -> None:
+    if output.numel():
+        with torch.no_grad():
+            wanted = teacher(*args, **kwargs)
+        distances.append((output - wanted).square().mean())
+
+
+def _of_fused(
+    at: FusedExperts, other: FusedExperts, distances: list[Tensor], module: Any, args: Any, kwargs: Any, output: Tensor
+) -> None:
+    hidden, chosen, _ = routed(at, args, kwargs)
+    for number in sorted(set(chosen.flatten().tolist())):
+        tokens, _ = torch.where(chosen == number)
+        x = hidden[tokens]
+        with torch.no_grad():
+            wanted = expert_output(other, number, x)
+        distances.append((expert_output(at, number, x) - wanted).square().mean())
