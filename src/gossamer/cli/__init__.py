@@ -71,6 +71,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
         "eval runs/NAME notes.txt",
     ),
+    "quantize": (
+        "quantize:quantize",
+        "Quantize a trained model to 2 to 8 bits: round to nearest or GPTQ; its size and loss before and after.",
+        "quantize runs/NAME --bits 4 --out DIR",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",

@@ -41,7 +41,7 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
             do="export it with --to hf",
             key=_KEY,
         )
-    named = _named_source(origin)
+    named = named_source(origin)
     if isinstance(named, Hf) and not named.has_weights:
         raise bad_input(
             wanted="an adapter on a base that peft can read",
@@ -75,7 +75,7 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     files = files_beside(origin, tokenizer)
-    if not _is_of_transformers(inner):
+    if not is_of_transformers(inner):
         config, own, build = _own(inner, origin)
         _export(target, _tensors(inner), config, own, files, max_shard_bytes=_ONE_FILE)
         return f"module = {build}; safetensors.torch.load_model(module, {str(target / 'model.safetensors')!r})"
@@ -85,6 +85,21 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
         files.setdefault("generation_config.json", _generation(generation))
     _export(target, tensors, config, {}, files)
     return f"transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
+
+
+def described(
+    module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None
+) -> tuple[dict[str, Any], Files]:
+    """Return the config.json of a folder that holds `module`, and the files beside it: tokenizer and the like."""
+    files = files_beside(origin, tokenizer)
+    if not is_of_transformers(module):
+        config, _, _ = _own(module, origin)
+        return config, files
+    with quietly(_KEY, wanted=f"a {type(module).__name__} that transformers can save"):
+        config = _config_of(module)
+    if (generation := getattr(module, "generation_config", None)) is not None:
+        files.setdefault("generation_config.json", _generation(generation))
+    return config, files
 
 
 def _export(
@@ -139,7 +154,7 @@ def _vocabulary(files: Files) -> Any:
     return read.get("model"), [(token["id"], token["content"]) for token in read.get("added_tokens", ())]
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
+def is_of_transformers(module: nn.Module) -> bool:
     """Return whether a module is a transformers model; imports transformers only if it may be."""
     if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return False
@@ -206,7 +221,7 @@ def _called(factory: Factory) -> tuple[str, str, str]:
     return package, function, ", ".join(f"{name}={value!r}" for name, value in factory.config.items())
 
 
-def _named_source(origin: ModelSource | None) -> ModelSource | None:
+def named_source(origin: ModelSource | None) -> ModelSource | None:
     """Return the source that the configuration names, without what was put around it."""
     while isinstance(origin, WrappedSource):
         origin = origin.inner
