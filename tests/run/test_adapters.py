@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gossamer.model.adapter import adapter_tensors, merge, names
+from gossamer.model.adapter import REGISTRY, adapter_tensors, merge, names
 from gossamer.model.export import export_hf
 from gossamer.model.origin import origin_of
 from gossamer.run.checkpoint import read_model
@@ -55,8 +55,11 @@ AT_NIGHT = (("lora", "bf16"), ("rslora", "int4"), ("lora_fa", "int8"))
 DAILY = ("lora", "vera", "ia3")  # the others at night, and all of them for 20 steps (test_adapters_long.py)
 
 
+PEFT = [name for name in names() if not REGISTRY.type(name).replaces_layers]
+
+
 @pytest.mark.parametrize(
-    "adapter", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in names()]
+    "adapter", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in PEFT]
 )
 def test_every_kind_is_that_of_peft(pool: Pool, tmp_path: Path, base: str, adapter: str) -> None:
     ranks, sections = WAYS["stages"]

@@ -270,6 +270,7 @@ def quantize(
     bits: int = 4,
     group: int = 64,
     symmetric: bool = False,
+    budget: float | None = None,
     data: Iterable[str | Path] = (),
     out: str | Path | None = None,
     calibration: int = 128,
@@ -283,6 +284,7 @@ def quantize(
     source:      a run directory, a Hugging Face folder or a GGUF file, in full precision.
     by:          a method of `gossamer methods quantize`, with its settings or without.
     bits, group, symmetric: of its integers, unless `by` says them.
+    budget:      average bits of the subnet of a run with the adapter qfa; nothing is quantized then.
     data:        text files; none: the training text and the validation sets of the run.
     out:         a new folder or FILE.gguf to write; None: nothing is written.
     calibration: sequences that calibrate; sequences: measured of each text, at most; sequence: tokens of one.
@@ -303,5 +305,6 @@ def quantize(
         sequences=sequences,
         checkpoint=checkpoint,
         out=None if out is None else Path(out),
+        budget=budget,
     )
     return quantize_model(request, progress)

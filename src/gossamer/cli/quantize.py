@@ -26,6 +26,7 @@ def quantize(
     bits: int = 4,
     group: int = 64,
     symmetric: bool = False,
+    budget: float | None = None,
     out: Path | None = None,
     calibration: int = 128,
     sequence: int | None = None,
@@ -54,6 +55,8 @@ def quantize(
         Neighbors in a row that share a scale, a multiple of 8; 0: a whole row.
     symmetric
         Grids that are symmetric about zero, which have no minimum to store.
+    budget
+        Of a run with model.adapter qfa: average bits of the subnet to look for and to write.
     out
         A new folder, or a new FILE.gguf where a type of GGUF holds these integers exactly. Default: nothing is written.
     calibration
@@ -76,6 +79,7 @@ def quantize(
             bits=bits,
             group=group,
             symmetric=symmetric,
+            budget=budget,
             data=data,
             out=out,
             calibration=calibration,
@@ -101,23 +105,43 @@ def _told(data: Mapping[str, Any]) -> str:
     step = "" if data["step"] is None else f", step {data['step']}"
     layers = data["layers"]
     before, after = data["bytes_before"], data["bytes_after"]
+    if "budget" in data:
+        return "\n".join([f"{data['model']}{step}, in {show_seconds(data['seconds'])}", *_told_of_subnet(data)])
     said = [
         f"{data['model']}{step}, in {show_seconds(data['seconds'])}",
         f"{len(layers)} linear layers at {data['bits_per_weight']:.2f} bits per weight, {len(data['kept'])} other "
         f"matrices stay; {show_bytes(before)} -> {show_bytes(after)} ({after / before:.0%})",
     ]
-    if data["texts"]:
-        rows: list[Sequence[str]] = [("text", "loss before", "after", "difference", "sequences")]
-        rows += [_row(one) for one in data["texts"]]
-        said.append(table(rows, screen=Screen.of()))
-    else:
-        said.append("no text: the loss was not measured (name files after the model)")
-    said.append(_worst(layers))
+    said += [*_told_of_losses(data), _worst(layers)]
     said += [f"note: {name}: {one}" for name, one in _remarks(layers)]
-    if data["out"] is not None:
-        said.append(f"{data['out']} is written ({show_bytes(data['file_bytes'])})")
-        said += [f"note: {note}" for note in data["notes"]]
-    return "\n".join(said)
+    return "\n".join([*said, *_told_of_target(data)])
+
+
+def _told_of_subnet(data: Mapping[str, Any]) -> list[str]:
+    counts: dict[int, int] = {}
+    for one in data["layers"]:
+        counts[one["bits"]] = counts.get(one["bits"], 0) + 1
+    shown = ", ".join(f"{count} layers of {bits} bits" for bits, count in sorted(counts.items()))
+    return [
+        f"the best of {data['subnets']} subnets: {data['bits_per_weight']:.3f} bits on average ({shown}); "
+        f"{show_bytes(data['bytes_before'])} at the largest widths -> {show_bytes(data['bytes_after'])}",
+        *_told_of_losses(data),
+        *_told_of_target(data),
+    ]
+
+
+def _told_of_losses(data: Mapping[str, Any]) -> list[str]:
+    if not data["texts"]:
+        return ["no text: the loss was not measured (name files after the model)"]
+    rows: list[Sequence[str]] = [("text", "loss before", "after", "difference", "sequences")]
+    return [table([*rows, *(_row(one) for one in data["texts"])], screen=Screen.of())]
+
+
+def _told_of_target(data: Mapping[str, Any]) -> list[str]:
+    if data["out"] is None:
+        return []
+    written = f"{data['out']} is written ({show_bytes(data['file_bytes'])})"
+    return [written, *(f"note: {note}" for note in data["notes"])]
 
 
 def _row(one: Mapping[str, Any]) -> tuple[str, ...]:

@@ -28,12 +28,14 @@ from gossamer.job.trained_run import check_no_choice, read_chosen, standing_in
 from gossamer.job.training_data import corpus_of, open_validation_sets
 from gossamer.loss import Loss
 from gossamer.loss.next_token import NextToken
+from gossamer.model.bit_widths import Widths, best_widths
 from gossamer.model.export import export_hf
 from gossamer.model.export_gguf import export_gguf
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
 from gossamer.model.packed_gguf import gguf_type
 from gossamer.model.precision import precision_of
+from gossamer.model.qfa_linear import bit_widths, extract, nbytes_at, qfa_layers, set_widths
 from gossamer.model.quantized_folder import quantized_content, stored
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.source import ModelSource
@@ -44,7 +46,7 @@ from gossamer.run.batches import TextBatches, moved, row_slices
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.method_config import Written
+from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.gguf import read_summary
 from gossamer.store.gguf_write import check_new
 from gossamer.store.quantized_folder import QuantizedFolder, check_absent, write_quantized
@@ -61,7 +63,10 @@ Progress = Callable[[str, int, int], None]  # what is done, how many, of how man
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeRequest:
-    """What to quantize, and how. `data`: files; `sequences`: measured of each text; `out`: a folder or FILE.gguf."""
+    """What to quantize, and how. `data`: files; `sequences`: measured of each text; `out`: a folder or FILE.gguf;
+
+    `budget`: average bits of the subnet of a run with the adapter qfa, in place of `by`.
+    """
 
     source: Path
     by: Written
@@ -71,6 +76,7 @@ class QuantizeRequest:
     sequences: int = MEASURED
     checkpoint: str | int = LATEST
     out: Path | None = None
+    budget: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,8 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
     target cannot hold; CheckpointMismatch.
     """
     began = time.perf_counter()
+    if request.budget is not None:
+        return {**_subnet(request, request.budget, progress), "seconds": time.perf_counter() - began}
     quantizer = build(request.by, key="--by")
     _check_target(request.out, quantizer)
     source = _open(request)
@@ -144,6 +152,56 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
     return {**data, **_write(request, module, source, data), "seconds": time.perf_counter() - began}
 
 
+def _subnet(request: QuantizeRequest, budget: float, progress: Progress) -> dict[str, Any]:
+    """Look for the widths of a supernet under a budget that have the lowest loss on the calibration text, and write it.
+
+    The losses are those of the supernet at its largest widths, and of the subnet.
+    """
+    if request.out is not None:
+        if request.out.suffix == ".gguf":
+            raise bad_input(
+                wanted="a folder for a subnet, whose layers are integers and an adapter",
+                got=str(request.out),
+                do="write a folder, and export that with --to gguf --type q8_0, which merges them",
+                key="--out",
+            )
+        check_absent(request.out)
+    source = _open(request)
+    calibration, measured = _texts(request, source)
+    module = source.module.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()
+    layers = bit_widths(module)
+    largest = (layers.widths[-1],) * len(layers.names)
+    set_widths(module, largest)
+    before = [_loss(module, source, one, progress, "before") for one in measured]
+    bytes_before = nbytes_at(module, largest)
+    tried = 0
+
+    def score(widths: Widths) -> float:
+        nonlocal tried
+        tried += 1
+        set_widths(module, widths)
+        return sum(_loss(module, source, one, progress, f"subnet {tried}") for one in calibration)
+
+    chosen, _ = best_widths(layers, budget, score)
+    set_widths(module, chosen)
+    bytes_after = nbytes_at(module, chosen)
+    extract(module, chosen)
+    after = [_loss(module, source, one, progress, "after") for one in measured]
+    data: dict[str, Any] = {
+        "model": str(request.source),
+        "step": source.step,
+        "by": "qfa",
+        "budget": budget,
+        "bits_per_weight": layers.average(chosen),
+        "bytes_before": bytes_before,
+        "bytes_after": bytes_after,
+        **_losses(measured, before, after),
+        "subnets": tried,
+        "layers": [{"name": name, "bits": bits} for name, bits in zip(layers.names, chosen, strict=True)],
+    }
+    return {**data, **_write(request, module, source, data)}
+
+
 def export_quantized(place: Path, target: Path, *, to: str, type: str | None) -> dict[str, Any]:
     """Export the model of a quantized folder: with decoded weights (hf), or to a GGUF file, by default bit for bit."""
     origin = origin_of(ModelSection(hf=str(place)))
@@ -153,7 +211,15 @@ def export_quantized(place: Path, target: Path, *, to: str, type: str | None) ->
     if to != "gguf":
         raise bad_input(wanted="--to hf or gguf of a quantized folder", got=to, do="choose one of them", key="--to")
     kind: Any = type or "held"
-    made = export_gguf(origin.build(0), origin, tokenizer, target, kind=kind)
+    module = origin.build(0)
+    if kind == "held" and qfa_layers(module):
+        raise bad_input(
+            wanted="integers alone, to write them as they are",
+            got="layers of integers and an adapter",
+            do="export with --type q8_0 or f16, which merges them",
+            key="--type",
+        )
+    made = export_gguf(module, origin, tokenizer, target, kind=kind)
     return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
 
 
@@ -171,6 +237,9 @@ def _open(request: QuantizeRequest) -> _Source:
     place = request.source
     if (place / "records.jsonl").exists() or (not place.exists() and names_run(place)):
         return _of_run(place, request)
+    if request.budget is not None:
+        do = "leave --budget out, and say --bits"
+        raise bad_input(wanted="a run of the adapter qfa", got=str(place), do=do, key="--budget")
     check_no_choice(place, request.checkpoint)
     is_gguf = place.is_file() and place.suffix == ".gguf"
     _check_plain(place, is_gguf=is_gguf)
@@ -224,10 +293,18 @@ def _adapter(place: Path, do: str) -> BadInput:
 def _of_run(place: Path, request: QuantizeRequest) -> _Source:
     directory = RunDirectory(open_run(place).path.absolute())
     section = directory.config().model
-    if section.adapter != "none":
+    is_supernet = section.adapter != "none" and MethodConfig.parse(section.adapter).name == "qfa"
+    if is_supernet != (request.budget is not None):
+        raise bad_input(
+            wanted="--budget with a run of the adapter qfa, and with no other model",
+            got=f"{'no budget' if is_supernet else 'a budget'} with model.adapter {section.adapter}",
+            do="give the average bits of its subnet: --budget 3" if is_supernet else "leave --budget out",
+            key="--budget",
+        )
+    if section.adapter != "none" and not is_supernet:
         raise _adapter(place, f"export it merged first: gossamer export {place} DIR --to hf, and quantize DIR")
     trained = read_chosen(place, request.checkpoint)
-    if quantized_layers(trained.module):
+    if quantized_layers(trained.module) and not is_supernet:
         raise _quantized(f"the run {place}, which trained on a quantized folder")
     if trained.origin is None:  # a module that a program built cannot be read without it
         raise AssertionError(place)

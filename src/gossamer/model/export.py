@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
+from gossamer.model.qfa_linear import qfa_layers
 from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
@@ -39,6 +40,13 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
             wanted="a run with an adapter, to export as a peft folder",
             got="a run that trained the model itself",
             do="export it with --to hf",
+            key=_KEY,
+        )
+    if qfa_layers(module):
+        raise bad_input(
+            wanted="an adapter that peft knows",
+            got="qfa, whose layers have several widths",
+            do="write a subnet of it: gossamer quantize RUN --budget 3 --out DIR",
             key=_KEY,
         )
     named = named_source(origin)

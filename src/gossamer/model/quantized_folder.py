@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.model.export import described, is_of_transformers, named_source, untied_state
 from gossamer.model.model_profile import tied_names
+from gossamer.model.qfa_linear import QfaLinear, qfa_layers
 from gossamer.model.quantize_base import put
 from gossamer.model.quantized import WeightFormat
 from gossamer.model.quantized import build as format_of
+from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
 from gossamer.model.source import Files, ModelSource, named_by
 from gossamer.model.source._digest import digest
@@ -115,7 +117,7 @@ def _inner_of(model: Mapping[str, Any], folder: QuantizedFolder) -> ModelSource:
     return named_by(ModelSection(**model))
 
 
-def _layer(module: nn.Module, name: str, head: LayerHead, folder: QuantizedFolder) -> QuantizedLinear:
+def _layer(module: nn.Module, name: str, head: LayerHead, folder: QuantizedFolder) -> nn.Module:
     """Return a layer without values in the place of the linear layer `name`."""
     try:
         linear = module.get_submodule(name)
@@ -126,14 +128,12 @@ def _layer(module: nn.Module, name: str, head: LayerHead, folder: QuantizedFolde
     shape = (columns, rows) if head.is_turned else (rows, columns)
     if not isinstance(weight, Tensor) or tuple(weight.shape) != shape:
         raise folder.damaged(f"a layer {name} of shape {head.shape}, which is another one in the model")
-    made = QuantizedLinear(
-        columns,
-        rows,
-        format_of(head.format, key="quantized.json"),
-        bias=head.has_bias,
-        dtype=weight.dtype,
-        is_turned=head.is_turned,
-    )
+    format = format_of(head.format, key="quantized.json")
+    if head.rank:
+        if not isinstance(format, Packed):
+            raise folder.damaged(f"an adapter on {name}, whose weight is no packed integers")
+        return QfaLinear(linear, (format.bits,), group=format.group, rank=head.rank, scale=head.scale)
+    made = QuantizedLinear(columns, rows, format, bias=head.has_bias, dtype=weight.dtype, is_turned=head.is_turned)
     return made.train(linear.training)
 
 
@@ -152,7 +152,12 @@ def quantized_content(
     """
     inner: nn.Module = getattr(module, "_orig_mod", module)
     config, files = described(inner, origin, tokenizer)
-    layers = {name: _head(one) for name, one in quantized_layers(inner).items()}
+    subnet = qfa_layers(inner)
+    inside = tuple(f"{name}." for name in subnet)
+    layers = {name: _head(one) for name, one in quantized_layers(inner).items() if not name.startswith(inside)}
+    layers |= {
+        name: replace(_head(one.held(one.width)), rank=one.rank, scale=one.scale) for name, one in subnet.items()
+    }
     return QuantizedContent(
         tensors={name: stored(name, one, dtype) for name, one in untied_state(inner).items()},
         layers=layers,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,12 +37,17 @@ Content: TypeAlias = Mapping[str, bytes | Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerHead:
-    """What quantized.json says of a layer. `format`: as written; `is_turned`: it stands for a Conv1D."""
+    """What quantized.json says of a layer. `format`: as written; `is_turned`: it stands for a Conv1D.
+
+    `rank`: of the low-rank adapter beside it, 0 for none, which counts `scale` times.
+    """
 
     format: Written
     shape: tuple[int, int]
     is_turned: bool
     has_bias: bool
+    rank: int = 0
+    scale: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +78,7 @@ def write_quantized(target: Path, content: QuantizedContent) -> int:
         (Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu().contiguous())
         for name, tensor in content.tensors.items()
     ]
-    layers = {
-        name: {"format": one.format, "shape": list(one.shape), "is_turned": one.is_turned, "has_bias": one.has_bias}
-        for name, one in content.layers.items()
-    }
+    layers = {name: asdict(one) for name, one in content.layers.items()}
     head: dict[str, Any] = {"format": FORMAT, "method": content.method, "source": content.source}
     head |= {"model": dict(content.model), "said": dict(content.said), "layers": layers}
     with new_folder(target) as partial:
@@ -138,6 +140,8 @@ class QuantizedFolder:
                 shape=(int(one["shape"][0]), int(one["shape"][1])),
                 is_turned=bool(one["is_turned"]),
                 has_bias=bool(one["has_bias"]),
+                rank=int(one["rank"]),
+                scale=float(one["scale"]),
             )
             for name, one in self._head["layers"].items()
         }
