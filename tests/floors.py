@@ -20,7 +20,7 @@ FLOORS = (
     ("comm", "netlab"),
     ("exchange", "optimizer", "loss", "data", "launch"),
     ("sharding", "model", "p2p"),
-    ("sync", "pipeline", "policy", "loss_reader", "saver", "prune", "grow"),
+    ("sync", "pipeline", "policy", "loss_reader", "saver", "prune", "grow", "quantize"),
     ("recipe", "view"),
     ("plan", "run"),
     ("partition", "settings"),

@@ -20,9 +20,15 @@ from gossamer.spec.errors import BadInput
 from model.tiny import CONFIGS, SIZES, Plain, batch
 
 gguf = pytest.importorskip("gguf")
-KINDS: dict[str, Any] = {"int8": "int8", "int4": "int4", "bf16": "bf16", "gguf": {"gguf": {"type": "Q4_1"}}}
-ERRORS = {"int8": 0.007, "int4": 0.1, "bf16": 0.002, "gguf": 0.1}  # relative, of normal weights
-BITS = {"int8": 8.25, "int4": 4.5, "bf16": 16, "gguf": 5}
+KINDS: dict[str, Any] = {
+    "int8": "int8",
+    "int4": "int4",
+    "bf16": "bf16",
+    "gguf": {"gguf": {"type": "Q4_1"}},
+    "packed": "packed",
+}
+ERRORS = {"int8": 0.007, "int4": 0.1, "bf16": 0.002, "gguf": 0.1, "packed": 0.1}  # relative, of normal weights
+BITS = {"int8": 8.25, "int4": 4.5, "bf16": 16, "gguf": 5, "packed": 4.5}
 
 
 def llama(**more: Any) -> nn.Module:

@@ -52,12 +52,14 @@ def proofs(folder: Path) -> list[dict[str, Any]]:
 
 
 AT_NIGHT = (("lora", "bf16"), ("rslora", "int4"), ("lora_fa", "int8"))
-OF_PEFT = [one for one in names() if not REGISTRY.type(one).keeps_masks]
 DAILY = ("lora", "vera", "ia3")  # the others at night, and all of them for 20 steps (test_adapters_long.py)
 
 
+PEFT = [one for one in names() if not (REGISTRY.type(one).replaces_layers or REGISTRY.type(one).keeps_masks)]
+
+
 @pytest.mark.parametrize(
-    "adapter", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in OF_PEFT]
+    "adapter", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in PEFT]
 )
 def test_every_kind_is_that_of_peft(pool: Pool, tmp_path: Path, base: str, adapter: str) -> None:
     ranks, sections = WAYS["stages"]

@@ -102,15 +102,18 @@ def sample(
     seed: int = 0,
     checkpoint: str | int = "latest",
 ) -> str:
-    """Generate text with the model of a run (`gossamer sample`); return the text after `prompt`, without it.
+    """Generate text with a model (`gossamer sample`); return the text after `prompt`, without it.
 
-    checkpoint: "latest", "best" or a step, as in `load`. Raises BadInput, CheckpointMismatch.
+    run_dir: a run directory, a Hugging Face folder, a quantized folder or a GGUF file. checkpoint: of a run, "latest",
+    "best" or a step, as in `load`. Raises BadInput, CheckpointMismatch.
     """
-    from gossamer.job.trained_run import read_chosen
+    from gossamer.job.found_model import find_model
     from gossamer.model.generate import generate
 
-    found = read_chosen(Path(run_dir), checkpoint)
-    return generate(found.module, found.words(), prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    found = find_model(Path(run_dir), checkpoint)
+    return generate(
+        found.module.eval(), found.tokenizer, prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
 
 
 def stream(
@@ -124,12 +127,12 @@ def stream(
     checkpoint: str | int = "latest",
 ) -> Iterator[str]:
     """Yield the text that `sample` returns, in pieces, each as soon as it is final."""
-    from gossamer.job.trained_run import read_chosen
+    from gossamer.job.found_model import find_model
     from gossamer.model.generate import TokenChoice
     from gossamer.model.generate import stream as streamed
 
-    found, choice = read_chosen(Path(run_dir), checkpoint), TokenChoice(temperature=temperature, top_k=top_k)
-    yield from streamed(found.module, found.words(), prompt, tokens=tokens, choice=choice, seed=seed)
+    found, choice = find_model(Path(run_dir), checkpoint), TokenChoice(temperature=temperature, top_k=top_k)
+    yield from streamed(found.module.eval(), found.tokenizer, prompt, tokens=tokens, choice=choice, seed=seed)
 
 
 def chat(
@@ -194,6 +197,10 @@ def export(
             do="leave it out, or export with --to gguf",
             key="--type",
         )
+    if (Path(run_dir) / "quantized.json").is_file():
+        from gossamer.job.quantization import export_quantized
+
+        return export_quantized(Path(run_dir), target, to=to, type=type)
     found = read_chosen(Path(run_dir), checkpoint)
     if to == "peft":
         return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
@@ -329,3 +336,50 @@ def prune(
         out=None if out is None else Path(out),
     )
     return prune_model(request, progress)
+
+
+def quantize(
+    source: str | Path,
+    *,
+    by: Written = "gptq",
+    bits: int = 4,
+    group: int = 64,
+    symmetric: bool = False,
+    budget: float | None = None,
+    data: Iterable[str | Path] = (),
+    out: str | Path | None = None,
+    calibration: int = 128,
+    sequence: int | None = None,
+    sequences: int = 1000,
+    checkpoint: str | int = "latest",
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> dict[str, Any]:
+    """Quantize the linear layers of a trained model; return sizes, losses and layer errors (`gossamer quantize`).
+
+    source:      a run directory, a Hugging Face folder or a GGUF file, in full precision.
+    by:          a method of `gossamer methods quantize`, with its settings or without.
+    bits, group, symmetric: of its integers, unless `by` says them.
+    budget:      average bits of the subnet of a run with the adapter qfa; nothing is quantized then.
+    data:        text files; none: the training text and the validation sets of the run.
+    out:         a new folder or FILE.gguf to write; None: nothing is written.
+    calibration: sequences that calibrate; sequences: measured of each text, at most; sequence: tokens of one.
+    checkpoint:  of a run, as in `load`.
+    Raises BadInput, CheckpointMismatch.
+    """
+    from gossamer.job.quantization import QuantizeRequest, quantize_model
+    from gossamer.spec.method_config import MethodConfig
+
+    method = MethodConfig.parse(by, key="--by")
+    given = {"bits": bits, "group": group, "symmetric": symmetric, **method.parameters}
+    request = QuantizeRequest(
+        source=Path(source),
+        by={method.name: given},
+        data=tuple(str(file) for file in data),
+        calibration=calibration,
+        sequence=sequence,
+        sequences=sequences,
+        checkpoint=checkpoint,
+        out=None if out is None else Path(out),
+        budget=budget,
+    )
+    return quantize_model(request, progress)

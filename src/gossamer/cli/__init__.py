@@ -81,6 +81,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Prune a trained model by magnitude, Wanda or MoE-Pruner, in rows or 2:4; its loss before and after.",
         "prune runs/NAME --by wanda --sparsity 0.5 --out FOLDER",
     ),
+    "quantize": (
+        "quantize:quantize",
+        "Quantize a trained model to 2 to 8 bits: round to nearest or GPTQ; its size and loss before and after.",
+        "quantize runs/NAME --bits 4 --out DIR",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",

@@ -56,7 +56,7 @@ def evaluate(
     if shots is not None:
         do = "name tasks with --tasks, or leave --shots out"
         raise bad_input(wanted="--shots with --tasks", got="no tasks", do=do, key="--shots")
-    with _progress() as tick:
+    with progress_bars() as tick:
         data = verbs.evaluate(
             model, files, sequence=sequence, sequences=sequences, checkpoint=checkpoint, progress=tick
         )
@@ -96,7 +96,7 @@ def _told_of_tasks(data: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """Show a bar per text on standard error, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -36,13 +36,20 @@ class AdaptedSource(WrappedSource):
         return module
 
     def bare(self, seed: int) -> nn.Module:
-        module = self.inner.bare(seed)
+        """Build the model without weights; one whose layers are made of its weights, with them."""
+        module = self.inner.build(seed) if self.adapter.replaces_layers else self.inner.bare(seed)
         adapt(module, self.adapter, seed)
         self.adapter.place_masks(module, self.start, frozenset())
         return module
 
+    @property
+    def has_weights(self) -> bool:
+        return self.inner.has_weights and not self.adapter.replaces_layers
+
     def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         """Read the weights of the base, then draw the adapter's tensors, which may follow from these weights."""
+        if self.adapter.replaces_layers:
+            return
         own = {one.name: one.tensor for one in adapter_tensors(module)}
         self.inner.load(module, names - own.keys(), seed=seed)
         for name in names & own.keys():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
+from gossamer.model.qfa_linear import qfa_layers
 from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
@@ -41,7 +42,14 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
             do="export it with --to hf",
             key=_KEY,
         )
-    named = _named_source(origin)
+    if qfa_layers(module):
+        raise bad_input(
+            wanted="an adapter that peft knows",
+            got="qfa, whose layers have several widths",
+            do="write a subnet of it: gossamer quantize RUN --budget 3 --out DIR",
+            key=_KEY,
+        )
+    named = named_source(origin)
     if isinstance(named, Hf) and not named.has_weights:
         raise bad_input(
             wanted="an adapter on a base that peft can read",
@@ -85,6 +93,21 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
         files.setdefault("generation_config.json", _generation(generation))
     _export(target, tensors, config, {}, files)
     return f"transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
+
+
+def described(
+    module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None
+) -> tuple[dict[str, Any], Files]:
+    """Return the config.json of a folder that holds `module`, and the files beside it: tokenizer and the like."""
+    files = files_beside(origin, tokenizer)
+    if not is_of_transformers(module):
+        config, _, _ = _own(module, origin)
+        return config, files
+    with quietly(_KEY, wanted=f"a {type(module).__name__} that transformers can save"):
+        config = _config_of(module)
+    if (generation := getattr(module, "generation_config", None)) is not None:
+        files.setdefault("generation_config.json", _generation(generation))
+    return config, files
 
 
 def _export(
@@ -211,7 +234,7 @@ def _called(factory: Factory) -> tuple[str, str, str]:
     return package, function, ", ".join(f"{name}={value!r}" for name, value in factory.config.items())
 
 
-def _named_source(origin: ModelSource | None) -> ModelSource | None:
+def named_source(origin: ModelSource | None) -> ModelSource | None:
     """Return the source that the configuration names, without what was put around it."""
     while isinstance(origin, WrappedSource):
         origin = origin.inner

@@ -1,4 +1,4 @@
-"""Export of a model to a GGUF file, which llama.cpp runs: in float16, or in blocks of 8 bits (Q8_0)."""
+"""Export of a model to a GGUF file, which llama.cpp runs: in float16, in blocks of 8 bits (Q8_0), or as it is held."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ from gossamer.model.gguf_architecture import (
     permuted,
     sizes_of,
 )
+from gossamer.model.packed_gguf import gguf_rows, gguf_type
+from gossamer.model.quantized import Blocks
+from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
 from gossamer.model.source import ModelSource
 from gossamer.spec.errors import bad_input
 from gossamer.store.gguf_vocabulary import GgufVocabulary, read_vocabulary
 from gossamer.store.gguf_write import GgufTensor, check_new, gguf_package, write_gguf
 
-GgufType = Literal["f16", "q8_0"]
+GgufType = Literal["f16", "q8_0", "held"]
 Held = Tensor | QuantizedLinear  # what holds a tensor: a quantized layer is decoded when its turn comes
-_FILE_TYPE = {"f16": 1, "q8_0": 7}  # general.file_type: most tensors are of it
+_FILE_TYPE = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9}  # general.file_type: of most tensors
 _BLOCK = 32  # elements of a Q8_0 block
 _SLAB = 1 << 20  # elements that are converted at a time
 _HALF, _SINGLE = torch.finfo(torch.float16).max, torch.finfo(torch.float32).max
@@ -43,9 +46,10 @@ def export_gguf(
     """Write `module` to the new GGUF file `target`; return its bytes, its tensors, and notes.
 
     Matrices are written as `kind`; those whose rows are no multiple of 32 elements as float16 also where it is q8_0;
-    norms and biases as float32. An adapter is merged into the weights of `module`, in place. The tokenizer is that of
+    norms and biases as float32. Where it is held, the integers of quantized layers are written bit for bit, and all
+    other matrices as float16. An adapter is merged into the weights of `module`, in place. The tokenizer is that of
     `origin`, or `tokenizer` if it is another one. Tensors are converted one by one. Raises BadInput for an existing
-    target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer.
+    target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer, integers.
     """
     check_new(target)
     merge(module)
@@ -61,12 +65,12 @@ def export_gguf(
     fields = {
         "general.type": "model",
         "general.name": _title(target),
-        "general.file_type": _FILE_TYPE[kind],
-        **({"general.quantization_version": 2} if kind == "q8_0" else {}),
+        "general.file_type": _FILE_TYPE[_most(tensors, kind)],
+        **({"general.quantization_version": 2} if kind != "f16" else {}),
         **sizes.fields,
         **vocabulary.fields(),
     }
-    contents = _contents(held, tensors, architecture, inner.config)
+    contents = _contents(held, tensors, architecture, inner.config, kind)
     file_bytes = write_gguf(target, architecture.name, fields, tensors, contents)
     notes = [*sizes.notes, *vocabulary.notes, *_kept_wide(tensors, kind)]
     return {"bytes": file_bytes, "tensors": len(tensors), "type": kind, "notes": notes}
@@ -123,7 +127,18 @@ def _planned(name: str, tensor: Held, kind: GgufType) -> GgufTensor:
     shape = _shape(tensor)
     if len(shape) < 2:
         return GgufTensor(name, shape, "F32")
+    if kind == "held":
+        if not isinstance(tensor, QuantizedLinear):
+            return GgufTensor(name, shape, "F16")
+        return GgufTensor(name, shape, gguf_type(packed_of(tensor)))
     return GgufTensor(name, shape, "Q8_0" if kind == "q8_0" and shape[-1] % _BLOCK == 0 else "F16")
+
+
+def _most(tensors: list[GgufTensor], kind: GgufType) -> str:
+    """Return the type that general.file_type names: that of the quantized matrices."""
+    if kind != "held":
+        return kind.upper()
+    return next((one.kind for one in tensors if one.kind not in ("F16", "F32")), "F16")
 
 
 def _kept_wide(tensors: list[GgufTensor], kind: GgufType) -> list[str]:
@@ -134,16 +149,34 @@ def _kept_wide(tensors: list[GgufTensor], kind: GgufType) -> list[str]:
 
 
 def _contents(
-    held: dict[str, Held], tensors: list[GgufTensor], architecture: GgufArchitecture, config: Any
+    held: dict[str, Held], tensors: list[GgufTensor], architecture: GgufArchitecture, config: Any, kind: GgufType
 ) -> Iterator[NDArray[Any]]:
     """Yield the tensors as the file holds them, one after the other."""
     heads = heads_of(config) if architecture.has_permuted_rows else {}
     for planned in tensors:
         source = held[planned.name]
-        tensor = (source.weight if isinstance(source, QuantizedLinear) else source).detach().cpu()
+        is_held = kind == "held" and isinstance(source, QuantizedLinear)
+        if isinstance(source, QuantizedLinear):
+            tensor = _rows(source) if is_held else source.weight.detach().cpu()
+        else:
+            tensor = source.detach().cpu()
         if (parts := planned.name.split("."))[0] == "blk" and parts[2] in heads:
             tensor = permuted(tensor, heads[parts[2]])
-        yield _encoded(planned, tensor)
+        yield tensor.contiguous().numpy() if is_held else _encoded(planned, tensor)
+
+
+def packed_of(layer: QuantizedLinear) -> Packed:
+    """Return the format of a layer. Raises BadInput for one that is not packed integers."""
+    if not isinstance(layer.format, Packed):
+        raise bad_input(
+            wanted="packed integers, as gossamer quantize makes", got=str(layer.format), do="export with --type f16"
+        )
+    return layer.format
+
+
+def _rows(layer: QuantizedLinear) -> Tensor:
+    """Return the integers of a layer as rows of their GGUF type."""
+    return gguf_rows(packed_of(layer), Blocks(layer.weight_blocks, layer.weight_scales), layer.in_features).cpu()
 
 
 def _encoded(planned: GgufTensor, tensor: Tensor) -> NDArray[np.uint8]:

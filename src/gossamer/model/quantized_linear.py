@@ -54,16 +54,17 @@ class QuantizedLinear(nn.Module):
         self.register_parameter("bias", None if empty is None else nn.Parameter(empty, requires_grad=False))
 
     @classmethod
-    def of(cls, linear: nn.Module, format: WeightFormat) -> QuantizedLinear:
+    def of(cls, linear: nn.Module, format: WeightFormat, blocks: Blocks | None = None) -> QuantizedLinear:
         """Return a layer that stands for `linear`: an nn.Linear, or a Conv1D of transformers, whose weight it turns.
 
-        The bias is the same parameter, frozen. Raises BadInput for values that the format cannot hold.
+        blocks: what its weight has become; None: `format` encodes it. The bias is the same parameter, frozen. Raises
+        BadInput for values that the format cannot hold.
         """
         weight = weight_of(linear)
         rows, columns = weight.shape
         nowhere = torch.device("meta")
         made = cls(columns, rows, format, dtype=weight.dtype, device=nowhere, is_turned=is_conv1d(linear))
-        made._set(format.encode(weight))
+        made._set(format.encode(weight) if blocks is None else blocks)
         bias = getattr(linear, "bias", None)
         if bias is not None:
             made.bias = bias.requires_grad_(False)

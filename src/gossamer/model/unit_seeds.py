@@ -30,6 +30,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from gossamer.model.rng_state import Generator, NumpyGenerator, PythonGenerator, TorchGenerator
 from gossamer.model.rng_usage import NUMPY, PYTHON, draws
+from gossamer.model.step_dependent import StepDependent
 from gossamer.model.units import unit_names
 
 _MASK = 2**64 - 1
@@ -63,6 +64,7 @@ class UnitSeeds:
         whole, *each = ((torchs, *(others[n] for n in sorted(drawn))) for drawn in draws(module, "", *units))
         self._all = whole
         self._keyed: list[tuple[nn.Module, Keyed]] = []
+        self._stepped = [one for one in module.modules() if isinstance(one, StepDependent)]
         for index, (name, drawn) in enumerate(zip(units, each, strict=True)):
             unit = module.get_submodule(name)
             self._keyed.append((unit, Keyed(self, unit, 2 * index + 1, drawn)))
@@ -74,6 +76,8 @@ class UnitSeeds:
         `microbatch` must name the samples and not the rank: the global index of the first sample does. Outside, the
         generators are as if nothing had been drawn.
         """
+        for module in self._stepped:
+            module.begin_step(self.seed, step)
         outer = self._state
         before = [generator.save() for generator in self._all]
         self._state = mix(mix(self.seed, step, microbatch))

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gossamer.model.adapter import _peft
 from gossamer.model.adapter._peft import folder_files as adapter_folder
-from gossamer.model.adapter._peft import merge
 from gossamer.model.adapter._targets import targets_of
+from gossamer.model.qfa_linear import QfaLinear, merge_widths
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.spec.registry import Registry
@@ -63,11 +63,13 @@ class Adapter(ABC):
     `targets`: patterns (regular expressions) of the linear layers to adapt, each found somewhere in a layer's path;
     empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
     quantized blocks. `keeps_masks`: the merged weights keep the zeros that the masks of a start folder say.
+    quantized blocks. `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
     """
 
     targets: tuple[str, ...]
     takes_blocks: ClassVar[bool] = False
     keeps_masks: ClassVar[bool] = False
+    replaces_layers: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, paths: Sequence[str]) -> Any:
@@ -76,6 +78,10 @@ class Adapter(ABC):
     @abstractmethod
     def draw(self, of: AdapterTensor) -> None:
         """Set a tensor to its initial values, in place; random ones come from torch's default generator."""
+
+    def replace(self, module: nn.Module, paths: Sequence[str]) -> None:
+        """Put layers of its own in the place of the linear layers at `paths`; of an adapter that `replaces_layers`."""
+        raise AssertionError("its layers are peft's")
 
     def is_trained(self, slot: str) -> bool:
         """Return whether training changes the tensors of a slot."""
@@ -104,8 +110,12 @@ def adapt(module: nn.Module, adapter: Adapter, seed: int) -> None:
     Raises BadInput for a pattern that finds no linear layer.
     """
     paths = targets_of(module, adapter.targets, key=f"{KEY}.targets")
-    _peft.inject(module, adapter.config(paths))
-    _peft.give_short_names(module)
+    if adapter.replaces_layers:
+        adapter.replace(module, paths)
+        module.requires_grad_(False)
+    else:
+        _peft.inject(module, adapter.config(paths))
+        _peft.give_short_names(module)
     for one in adapter_tensors(module):
         one.tensor.requires_grad_(adapter.is_trained(one.slot))
     redraw(module, adapter, frozenset(one.name for one in adapter_tensors(module)), seed)
@@ -120,8 +130,17 @@ def redraw(module: nn.Module, adapter: Adapter, names: frozenset[str], seed: int
                 adapter.draw(one)
 
 
+def merge(module: nn.Module) -> None:
+    """Merge the adapter into the weights and put the layers back, in place; a model without an adapter stays as it is.
+
+    Of a layer of several widths the one that is set counts. Raises BadInput as the adapter's library does.
+    """
+    merge_widths(module)
+    _peft.merge(module)
+
+
 def adapter_tensors(module: nn.Module) -> Iterator[AdapterTensor]:
     """Yield the tensors of the adapter in `module`, trained or not; none if it has no adapter."""
     for path, layer in module.named_modules():
-        for slot, tensor in _peft.slots(layer):
+        for slot, tensor in layer.slots() if isinstance(layer, QfaLinear) else _peft.slots(layer):
             yield AdapterTensor(layer, slot, f"{path}.{slot}.weight" if path else f"{slot}.weight", tensor)

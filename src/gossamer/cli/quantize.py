@@ -1,0 +1,170 @@
+"""The command `gossamer quantize`: the weights of a trained model in integers of 2 to 8 bits."""
+
+from __future__ import annotations
+
+import json as json_lines
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.api import verbs
+from gossamer.cli.evaluate import progress_bars
+from gossamer.cli.output import CommandResult, Json, table
+from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import Written
+from gossamer.spec.units import show_bytes, show_seconds
+from gossamer.view.screen import Screen
+
+_SHOWN = 6  # layers, those of the largest errors
+
+
+def quantize(
+    source: Path,
+    /,
+    *data: str,
+    by: str = "gptq",
+    bits: int = 4,
+    group: int = 64,
+    symmetric: bool = False,
+    budget: float | None = None,
+    out: Path | None = None,
+    calibration: int = 128,
+    sequence: int | None = None,
+    sequences: int = 1000,
+    checkpoint: str = "latest",
+    json: Json = False,
+) -> CommandResult:
+    """Quantize a trained model: size and loss before and after, e.g. `gossamer quantize runs/NAME --bits 4 --out DIR`.
+
+    Linear layers become integers of 2 to 8 bits; embeddings, norms and the head stay. What is written is loaded by
+    `gossamer eval DIR`, `sample`, `chat`, `export`, and as model.hf under an adapter.
+
+    Parameters
+    ----------
+    source
+        A run directory, a Hugging Face folder or a GGUF file, in full precision.
+    data
+        Text files: four fifths calibrate, the rest measures the loss. Default: of a run its training text and its
+        validation sets.
+    by
+        A method of `gossamer methods quantize`: gptq (needs text) or round_to_nearest; or with its settings as JSON,
+        '{"gptq": {"order": "activation"}}'.
+    bits
+        Of an integer, 2 to 8.
+    group
+        Neighbors in a row that share a scale, a multiple of 8; 0: a whole row.
+    symmetric
+        Grids that are symmetric about zero, which have no minimum to store.
+    budget
+        Of a run with model.adapter qfa: average bits of the subnet to look for and to write.
+    out
+        A new folder, or a new FILE.gguf where a type of GGUF holds these integers exactly. Default: nothing is written.
+    calibration
+        Sequences of text that calibrate, in all.
+    sequence
+        Tokens of a sequence. Default: as in training; of other models 1024 at most.
+    sequences
+        At most so many sequences of every text are measured.
+    checkpoint
+        latest, best (of a run with train.keep_best) or the step of a checkpoint.
+    """
+    least = {"calibration": (calibration, 1), "sequences": (sequences, 1), "sequence": (sequence, 2)}
+    for name, (value, low) in least.items():
+        if value is not None and value < low:
+            raise bad_input(wanted=f"a number >= {low}", got=str(value), do=f"give {low} or more", key=f"--{name}")
+    with progress_bars() as tick:
+        found = verbs.quantize(
+            source,
+            by=_written(by),
+            bits=bits,
+            group=group,
+            symmetric=symmetric,
+            budget=budget,
+            data=data,
+            out=out,
+            calibration=calibration,
+            sequence=sequence,
+            sequences=sequences,
+            checkpoint=checkpoint,
+            progress=tick,
+        )
+    return CommandResult(found, _told(found), is_report=True)
+
+
+def _written(by: str) -> Written:
+    if not by.startswith("{"):
+        return by
+    try:
+        found: Written = json_lines.loads(by)
+    except ValueError as error:
+        raise bad_input(wanted="a method's name, or JSON", got=by, do=f"correct it: {error}", key="--by") from None
+    return found
+
+
+def _told(data: Mapping[str, Any]) -> str:
+    step = "" if data["step"] is None else f", step {data['step']}"
+    layers = data["layers"]
+    before, after = data["bytes_before"], data["bytes_after"]
+    if "budget" in data:
+        return "\n".join([f"{data['model']}{step}, in {show_seconds(data['seconds'])}", *_told_of_subnet(data)])
+    said = [
+        f"{data['model']}{step}, in {show_seconds(data['seconds'])}",
+        f"{len(layers)} linear layers at {data['bits_per_weight']:.2f} bits per weight, {len(data['kept'])} other "
+        f"matrices stay; {show_bytes(before)} -> {show_bytes(after)} ({after / before:.0%})",
+    ]
+    said += [*_told_of_losses(data), _worst(layers)]
+    said += [f"note: {name}: {one}" for name, one in _remarks(layers)]
+    return "\n".join([*said, *_told_of_target(data)])
+
+
+def _told_of_subnet(data: Mapping[str, Any]) -> list[str]:
+    counts: dict[int, int] = {}
+    for one in data["layers"]:
+        counts[one["bits"]] = counts.get(one["bits"], 0) + 1
+    shown = ", ".join(f"{count} layers of {bits} bits" for bits, count in sorted(counts.items()))
+    return [
+        f"the best of {data['subnets']} subnets: {data['bits_per_weight']:.3f} bits on average ({shown}); "
+        f"{show_bytes(data['bytes_before'])} at the largest widths -> {show_bytes(data['bytes_after'])}",
+        *_told_of_losses(data),
+        *_told_of_target(data),
+    ]
+
+
+def _told_of_losses(data: Mapping[str, Any]) -> list[str]:
+    if not data["texts"]:
+        return ["no text: the loss was not measured (name files after the model)"]
+    rows: list[Sequence[str]] = [("text", "loss before", "after", "difference", "sequences")]
+    return [table([*rows, *(_row(one) for one in data["texts"])], screen=Screen.of())]
+
+
+def _told_of_target(data: Mapping[str, Any]) -> list[str]:
+    if data["out"] is None:
+        return []
+    written = f"{data['out']} is written ({show_bytes(data['file_bytes'])})"
+    return [written, *(f"note: {note}" for note in data["notes"])]
+
+
+def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
+    before, after = one["loss_before"], one["loss_after"]
+    return (one["text"], f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}", str(one["sequences"]))
+
+
+def _worst(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Return the layers with the largest errors as a table."""
+    order = sorted(layers, key=lambda one: -(one["output_error"] or one["weight_error"]))
+    rows: list[Sequence[str]] = [("layers of the largest error", "shape", "weights", "outputs")]
+    for one in order[:_SHOWN]:
+        outputs = "-" if one["output_error"] is None else f"{one['output_error']:.2%}"
+        rows.append((one["name"], "x".join(map(str, one["shape"])), f"{one['weight_error']:.2%}", outputs))
+    if len(order) > _SHOWN:
+        rows.append((f"... {len(order) - _SHOWN} more (--json)", "", "", ""))
+    return table(rows, screen=Screen.of())
+
+
+def _remarks(layers: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    found = [
+        (one["name"], one["said"]) for one in layers if one["said"] and "rounded to nearest, which" not in one["said"]
+    ]
+    if len(found) > _SHOWN:
+        return [*found[:_SHOWN], ("...", f"{len(found) - _SHOWN} more layers (--json)")]
+    return found

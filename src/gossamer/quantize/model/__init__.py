@@ -1,0 +1,1 @@
+"""A whole model: its layers found, calibrated and quantized one after the other."""
