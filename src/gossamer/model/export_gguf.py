@@ -23,6 +23,7 @@ from gossamer.model.gguf_architecture import (
     sizes_of,
 )
 from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
+from gossamer.model.side_folder import check_mergeable
 from gossamer.model.source import ModelSource
 from gossamer.spec.errors import bad_input
 from gossamer.store.gguf_vocabulary import GgufVocabulary, read_vocabulary
@@ -48,6 +49,7 @@ def export_gguf(
     target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer.
     """
     check_new(target)
+    check_mergeable(module)
     merge(module)
     inner: Any = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     architecture = architecture_of(inner)
