@@ -1,8 +1,9 @@
 """Side networks: a small trained network beside a frozen model, one kind per file.
 
-Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph. Its blocks' outputs h_1 ... h_N are tapped; the side network
-makes one correction of them, which is added to h_N. What follows (norm and head, or the late blocks that a kind keeps)
-is frozen too, but gradients pass it on their way to the side network. A side network starts as a correction of 0.
+Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph. The outputs of its
+blocks, h_1 ... h_N, are tapped; the side network makes one correction of them, which is added to h_N. What follows
+(norm and head, or the late blocks that a kind keeps) is frozen too, but gradients pass it on their way to the side
+network. A side network starts as a correction of 0.
 
 Its tensors are parameters of the model under `side_network.`, so exchanges, sharded states and checkpoints treat them
 as any weight. What the model computes needs every tap, so it stays in one stage.
