@@ -210,6 +210,21 @@ def test_it_is_the_same_for_the_same_seed_and_copied_whole() -> None:
     assert torch.equal(logits(copied), logits(llama("none").eval()))
 
 
+class Shrinking(nn.Module):
+    """Convolutions of fewer and fewer places: hidden states without tokens in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, 2, 1), nn.ReLU(), nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(6, 8, 3, 2, 1)
+        )
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(pixels).mean((2, 3)))
+        return found
+
+
 class Net(nn.Module):
     """Convolutions and a head: hidden states (rows, channels, height, width), then (rows, width)."""
 
@@ -240,6 +255,30 @@ def test_a_plain_network_has_its_units_tapped() -> None:
     convolutional = Net()
     attach(convolutional, build({"unipt": {"taps": ["first", "second"], "widths": [8, 12]}}), seed=0)
     assert torch.isfinite(moved(convolutional)(pixels)).all()
+
+
+def test_maps_of_other_sizes_are_averaged() -> None:
+    plain = Shrinking()
+    module = copy.deepcopy(plain)
+    attach(module, build("unipt"), seed=0)
+    route = route_of(module)
+    assert route is not None and route.taps == ("body.0", "body.2", "body.3")
+    pixels = torch.rand(3, 1, 16, 16)
+    assert torch.equal(plain(pixels), module(pixels))
+    assert not torch.allclose(plain(pixels), moved(module)(pixels), atol=1e-4)
+    with pytest.raises(BadInput, match="out of turn"):
+        module.forward(pixels)  # past the hooks of the model
+
+
+def test_taps_of_other_tokens_are_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    module = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    attach(module, build({"unipt": {"tokens": "mean"}}), seed=0)
+    with pytest.raises(BadInput, match="taps of the same tokens"):
+        module(input_ids=IDS, decoder_input_ids=IDS[:, :5], use_cache=False)
+    with pytest.raises(BadInput, match="taps of the same tokens"):
+        module(input_ids=IDS, decoder_input_ids=IDS[:, :5], use_cache=False)
 
 
 def test_an_encoder_is_read_at_the_token_of_its_head() -> None:
@@ -273,6 +312,11 @@ def test_exported_and_loaded_it_computes_the_same(tmp_path: Path) -> None:
     loaded = llama("none").eval()
     load_side(loaded, tmp_path / "side")
     assert torch.equal(logits(module), logits(loaded))
+    other = llama("none")
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    with pytest.raises(BadInput, match="same model as before"):
+        load_side(other, tmp_path / "side")
     with pytest.raises(BadInput, match="same model as before"):
         load_side(llama("none", num_hidden_layers=5), tmp_path / "side")
     (tmp_path / "side" / "side_network.json").write_text("[]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gossamer.store.huggingface import export_adapter_directory
 
 WEIGHTS, SETTINGS = "side_network.safetensors", "side_network.json"
 _FORMAT = 1
+_SAMPLE = 4096  # elements that a digest of the model is of
 
 
 def export_side(module: nn.Module, written: Written, base: str, target: Path) -> str:
@@ -35,7 +37,7 @@ def export_side(module: nn.Module, written: Written, base: str, target: Path) ->
         )
     tensors = {name: tensor.detach() for name, tensor in module.named_parameters() if tensor.requires_grad}
     tensors |= {name: tensor.detach() for name, tensor in side_tensors(module)}
-    config = {"format": _FORMAT, "side": written, "taps": list(route.taps), "base": base}
+    config = {"format": _FORMAT, "side": written, "taps": list(route.taps), "base": base, "digest": _digest(module)}
     load = f"gossamer.model.side_folder.load_side(module, {str(target)!r})"
     readme = _README.format(base=base or "the model that it was trained beside", folder=target.name)
     export_adapter_directory(
@@ -52,6 +54,8 @@ def load_side(module: nn.Module, folder: str | Path) -> None:
     """
     folder = Path(folder)
     config = _config(folder / SETTINGS)
+    if config.get("digest") != (digest := _digest(module)):
+        raise _other(folder, f"first weights of digest {digest}", f"{config.get('digest')}")
     attach(module, build(config["side"], key=KEY), seed=0)
     route, held = route_of(module), dict(module.named_parameters())
     if route is None or list(route.taps) != config["taps"]:
@@ -70,6 +74,13 @@ def load_side(module: nn.Module, folder: str | Path) -> None:
         raise BadInput(f"{folder / WEIGHTS} cannot be read: {error}", key=KEY) from None
     if missing:
         raise _other(folder, f"{min(missing)}", "no such tensor")
+
+
+def _digest(module: nn.Module) -> str:
+    """Return a digest of a sample of the first weights of a model, as bfloat16, in which all types hold them alike."""
+    first = next(p for name, p in module.named_parameters() if not name.startswith(f"{CHILD}."))
+    rows = first.detach().flatten()[:_SAMPLE].to("cpu", torch.bfloat16)
+    return hashlib.sha256(rows.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def _config(file: Path) -> dict[str, Any]:

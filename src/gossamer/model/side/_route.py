@@ -31,6 +31,7 @@ class SideRoute(nn.Module):
         self.taps: tuple[str, ...] = ()
         self._held: list[Tensor] = []
         self._view: TokenView | None = None
+        self._tokens: tuple[int, ...] | None = None  # (rows, tokens) of the first tap; None: it has none
         self._given: tuple[Tensor | None, Tensor | None] | None = None  # mask, positions; None: no forward is going on
 
     def hook(self, model: nn.Module, taps: Sequence[str]) -> None:
@@ -68,10 +69,17 @@ class SideRoute(nn.Module):
             )
         hidden = output[0] if isinstance(output, tuple) else output
         flat = self._flat(number, hidden)
+        tokens = tuple(hidden.shape[:2]) if hidden.ndim == 3 else None
         if self._view is None:
-            self._view = self._viewed(hidden, flat)
-        elif flat.shape[1] != self._tokens_held and self._view.form == CAUSAL:
-            raise BadInput(f"{self.taps[number]} returns another number of tokens than {self.taps[0]}", key=_KEY)
+            self._view, self._tokens = self._viewed(hidden, flat), tokens
+        elif tokens != self._tokens:
+            self._given = None
+            raise bad_input(
+                wanted="taps of the same tokens",
+                got=f"{self.taps[0]} and {self.taps[number]}, which returns {_told(hidden)}",
+                do="name the modules of one part of the model as taps (regular expressions of their paths)",
+                key=f"{_KEY}.taps",
+            )
         self._held.append(self.aggregation.reduced(number, flat))
         if number < len(self.taps) - 1:
             return None
@@ -80,10 +88,6 @@ class SideRoute(nn.Module):
         correction = self.aggregation(taps, view)
         corrected = hidden.detach() + _as(correction, hidden)
         return (corrected, *output[1:]) if isinstance(output, tuple) else corrected
-
-    @property
-    def _tokens_held(self) -> int:
-        return self._held[-1].shape[1]
 
     def _end(self, module: nn.Module, _: Any, __: Any) -> None:
         if self._given is not None:
@@ -116,10 +120,10 @@ class SideRoute(nn.Module):
         assert self._given is not None
         mask, positions = self._given
         form = self.tokens
-        if form == AUTO or hidden.ndim != 3:
-            form = CAUSAL if hidden.ndim == 3 else "mean"
+        if form == AUTO:
+            form = CAUSAL
         if hidden.ndim != 3:  # no tokens, to which a mask could belong
-            return TokenView.of(form, flat.shape, flat.device, None, None)
+            return TokenView("mean", None, None, None)
         if mask is not None and mask.shape != flat.shape[:2]:
             raise _refused(f"attention_mask {tuple(mask.shape)} for hidden states {tuple(flat.shape)}")
         is_read = positions is not None and positions.shape[-1] == flat.shape[1]

@@ -84,6 +84,7 @@ class TokenView:
             return z
         if self.place is not None:
             return z[torch.arange(len(z), device=z.device), self.place][:, None]
-        assert self.mask is not None
+        if self.mask is None:
+            return z.mean(1, keepdim=True)
         counted = self.mask.to(z.dtype)[..., None]
         return (z * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
