@@ -170,21 +170,22 @@ def export(
     run_dir: str | Path,
     target: str | Path,
     *,
-    to: Literal["hf", "peft", "gguf"] = "hf",
+    to: Literal["hf", "peft", "gguf", "side"] = "hf",
     type: Literal["f16", "q8_0"] | None = None,
     checkpoint: str | int = "latest",
 ) -> dict[str, Any]:
     """Write the model of a run as a folder that transformers loads, a folder of peft, or a GGUF file for llama.cpp.
 
     to: "hf" merges an adapter into the weights, and writes the weights alone of a model of your own; "peft" writes the
-    adapter alone; "gguf" merges an adapter. type: how "gguf" writes matrices, f16 if None. `gossamer export RUN_DIR
-    --to hf DIR` calls it. `load` in the result is the Python code that loads what was written, `notes` (GGUF) says what
-    differs there in rare cases. checkpoint: "latest", "best" or a step, as in `load`.
+    adapter alone; "gguf" merges an adapter; "side" writes the side network alone. type: how "gguf" writes matrices, f16
+    if None. `gossamer export RUN_DIR --to hf DIR` calls it. `load` in the result is the Python code that loads what was
+    written, `notes` (GGUF) says what differs there in rare cases. checkpoint: "latest", "best" or a step, as in `load`.
     Raises BadInput (a target that exists; a model or tokenizer that llama.cpp has no equal of), CheckpointMismatch.
     """
     from gossamer.job.trained_run import read_chosen
     from gossamer.model.export import export_hf, export_peft
     from gossamer.model.export_gguf import export_gguf
+    from gossamer.model.side_folder import export_side
 
     target = Path(target)
     if target.exists():
@@ -204,6 +205,8 @@ def export(
     found = read_chosen(Path(run_dir), checkpoint)
     if to == "peft":
         return {"exported": str(target), "load": export_peft(found.module, found.base, found.origin, target)}
+    if to == "side":
+        return {"exported": str(target), "load": export_side(found.module, found.config.model.side, found.base, target)}
     if to == "gguf":
         made = export_gguf(found.module, found.origin, found.tokenizer, target, kind=type or "f16")
         return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}

@@ -82,7 +82,7 @@ def export(
     target: Path,
     /,
     *,
-    to: Literal["hf", "peft", "gguf"],
+    to: Literal["hf", "peft", "gguf", "side"],
     type: Literal["f16", "q8_0"] | None = None,
     checkpoint: str = "latest",
     json: Json = False,
@@ -97,7 +97,8 @@ def export(
         A folder (hf) or file (gguf) that does not exist yet.
     to
         hf: weights, config and tokenizer for Hugging Face transformers, an adapter merged into the weights. peft: the
-        adapter alone, for Hugging Face peft. gguf: one file for llama.cpp.
+        adapter alone, for Hugging Face peft. gguf: one file for llama.cpp. side: the side network alone, which
+        gossamer.model.side_folder.load_side puts beside its model.
     type
         The type of the matrices in a GGUF file: f16, or q8_0 (8 bits in blocks of 32).
     checkpoint

@@ -269,6 +269,13 @@ def _source(
 
 def _check_as_it_is(config: RunConfig) -> None:
     """Raise BadInput for settings that would change a module which a program passes: it is trained as it is."""
+    if config.model.side != "none":
+        raise bad_input(
+            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put it beside",
+            got="a module that is built already",
+            do="call gossamer.model.side.attach on it",
+            key="model.side",
+        )
     if config.model.adapter != "none" or config.model.freeze or config.model.unfreeze:
         raise bad_input(
             wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put an adapter on it",

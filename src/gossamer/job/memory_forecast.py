@@ -227,7 +227,9 @@ class _Parts:
     ) -> int:
         """Return the bytes that a rank copies to write them: its part of what the ranks of its machine have alike."""
         sharding = self.recipe.sharding
-        if self.recipe.config.model.adapter != "none":  # checkpoints leave the base out
+        if (
+            self.recipe.config.model.adapter != "none" or self.recipe.config.model.side != "none"
+        ):  # checkpoints leave the base out
             trained = {n: one.kept if one.gradient else 0 for n, one in sizes.items()}
             kept = bytes_of(held.values(), {n: ElementBytes(size, 0, 0) for n, size in trained.items()})
         alike = max(1, self.local_ranks // self.planned.plan.mesh.pipe)

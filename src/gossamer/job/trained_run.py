@@ -141,7 +141,7 @@ def _base_of(config: RunConfig) -> str:
 def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer | None) -> ModelSource:
     """Return the model source for the checkpoint to fill: from the run directory, or from the configured source."""
     section = config.model
-    if directory.model.is_dir() and section.adapter == "none":
+    if directory.model.is_dir() and section.adapter == "none" and section.side == "none":
         in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
         here = {"hf": str(directory.model), "gguf": None, "start": None, "config": in_code}
         section = section.model_copy(update=here)

@@ -16,6 +16,7 @@ from gossamer.model.adapter import adapter_folder, adapter_tensors, merge
 from gossamer.model.model_profile import tied_names
 from gossamer.model.qfa_linear import qfa_layers
 from gossamer.model.quantized_linear import BUFFERS, quantized_layers
+from gossamer.model.side_folder import check_mergeable
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source._transformers import quietly
 from gossamer.model.source.factory import Factory
@@ -35,6 +36,7 @@ def export_peft(module: nn.Module, base: str, origin: ModelSource | None, target
     `base`: the folder or name of the model that it goes on. Raises BadInput for a model without an adapter, for one on
     random weights, which are in no folder, and if `target` exists.
     """
+    check_mergeable(module)
     if next(adapter_tensors(module), None) is None:
         raise bad_input(
             wanted="a run with an adapter, to export as a peft folder",
@@ -78,8 +80,9 @@ def export_hf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenize
     config, its weights in the type they are held in (names and layout as in published checkpoints, tied ones once), and
     a tokenizer: the files of `origin`, or `tokenizer` if it is another one. Another module becomes model.safetensors,
     with a README.md that says how to load it. An adapter is merged into the weights of `module`, in place. Raises
-    BadInput if `target` exists.
+    BadInput if `target` exists, and for a model with a side network.
     """
+    check_mergeable(module)
     merge(module)
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     files = files_beside(origin, tokenizer)

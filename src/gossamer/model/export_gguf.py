@@ -26,6 +26,7 @@ from gossamer.model.packed_gguf import gguf_rows, gguf_type
 from gossamer.model.quantized import Blocks
 from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
+from gossamer.model.side_folder import check_mergeable
 from gossamer.model.source import ModelSource
 from gossamer.spec.errors import bad_input
 from gossamer.store.gguf_vocabulary import GgufVocabulary, read_vocabulary
@@ -52,6 +53,7 @@ def export_gguf(
     target, and by name for whatever has no equal in llama.cpp: architecture, setting, tensor, tokenizer, integers.
     """
     check_new(target)
+    check_mergeable(module)
     merge(module)
     inner: Any = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
     architecture = architecture_of(inner)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gossamer.model.side import check_trained
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
@@ -41,6 +42,7 @@ class FrozenSource(WrappedSource):
                 do="name fewer parameters",
                 key="model.freeze",
             )
+        check_trained(module)
         return module
 
 

@@ -1,12 +1,14 @@
-"""The model source of a run: what the configuration names, with its adapter and its frozen parameters."""
+"""The model source of a run: what the configuration names, with its adapter or side network, and what is frozen."""
 
 from __future__ import annotations
 
 from gossamer.model import adapter as adapters
+from gossamer.model import side as sides
 from gossamer.model.adapted_source import AdaptedSource
 from gossamer.model.frozen_source import FrozenSource
 from gossamer.model.quantized_folder import QuantizedFolderSource, quantized_folder_of
 from gossamer.model.quantized_source import GgufBlocksSource, QuantizedSource
+from gossamer.model.sided_source import SidedSource
 from gossamer.model.source import ModelSource, named_by
 from gossamer.model.started_source import StartedSource, start_of
 from gossamer.spec.config import ModelSection
@@ -28,6 +30,8 @@ def origin_of(section: ModelSection) -> ModelSource:
         adapter = adapters.build(section.adapter, key=adapters.KEY)
         _check_base(section, adapter, "integers" if quantized is not None else section.base)
         found = AdaptedSource(found, adapter, section.adapter, start_of(section))
+    if section.side != "none":
+        found = SidedSource(found, sides.build(section.side, key=sides.KEY), section.side)
     if section.freeze or section.unfreeze:
         found = FrozenSource(found, tuple(section.freeze), tuple(section.unfreeze))
     return found

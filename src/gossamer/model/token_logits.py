@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
+from gossamer.model.side import route_of
 from gossamer.model.side_effects import gradless
 from gossamer.spec.errors import bad_input
 
@@ -114,6 +115,8 @@ def token_logits(module: nn.Module) -> TokenLogits:
     is_known = any(base.__module__.startswith("transformers.") for base in type(inner).__mro__)
     if not is_known or argument is None or "use_cache" not in parameters:
         return Recomputed(module, caller, f"{type(inner).__name__} keeps no cache of keys and values")
+    if route_of(module) is not None:
+        return Recomputed(module, caller, "a side network reads all tokens again for every new one")
     whole = Recomputed(module, caller, "")
     cached = Cached(inner, whole, argument, _LAST in parameters, _limit(inner))
     why = _difference(cached, single=False)

@@ -73,10 +73,15 @@ class ModelSection(Section):
         "none",
         description="none, or a method of `gossamer methods model/adapter`: trains a few numbers beside frozen weights",
     )
+    side: Annotated[Written, MethodOf("model/side")] = Field(
+        "none",
+        description="none, or a method of `gossamer methods model/side`: trains a small network beside the frozen "
+        "model, through which nothing is back-propagated",
+    )
     base: Literal["full", "bf16", "int8", "int4", "gguf"] = Field(
         "full",
-        description="how the frozen linear layers under an adapter are held: as `dtype`, or in blocks; gguf: those "
-        "of the file",
+        description="how the frozen linear layers under an adapter or side network are held: as `dtype`, or in blocks; "
+        "gguf: those of the file",
     )
     freeze: list[str] = Field(
         [], description="regular expressions: parameters in whose name one is found stay as they are"
@@ -87,10 +92,15 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _base_is_frozen(self) -> ModelSection:
-        if self.base != "full" and self.adapter == "none":
+        if self.adapter != "none" and self.side != "none":
+            raise ValueError(
+                "wanted an adapter or a side network, got model.adapter and model.side: no gradient reaches an adapter "
+                "in a model beside which a side network is trained; set one of them to none"
+            )
+        if self.base != "full" and self.adapter == "none" and self.side == "none":
             raise ValueError(
                 f"wanted an adapter on a base in {self.base}, whose layers cannot be trained, got model.adapter none: "
-                "set model.adapter to lora, or model.base to full"
+                "set model.adapter to lora or model.side to unipt, or model.base to full"
             )
         return self
 

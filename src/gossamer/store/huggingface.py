@@ -52,17 +52,24 @@ def export_directory(
 
 
 def export_adapter_directory(
-    target: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], files: Mapping[str, bytes | Path]
+    target: Path,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    files: Mapping[str, bytes | Path],
+    *,
+    weights: str = "adapter_model.safetensors",
+    settings: str = "adapter_config.json",
 ) -> int:
     """Write the new directory `target` as peft does; return the bytes of the adapter.
 
-    It holds adapter_model.safetensors, adapter_config.json from `config`, and `files`. Raises as `export_directory`.
+    It holds the tensors in the file `weights`, `config` in the file `settings`, and `files`. Raises as
+    `export_directory`.
     """
     _check(target, files)
     pieces = [(Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu()) for name, tensor in tensors.items()]
     with new_folder(target) as partial:
-        write_shard(partial / "adapter_model.safetensors", pieces, _INFO)
-        _write_files(partial, {**files, "adapter_config.json": (json.dumps(config, indent=2) + "\n").encode()})
+        write_shard(partial / weights, pieces, _INFO)
+        _write_files(partial, {**files, settings: (json.dumps(config, indent=2) + "\n").encode()})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 

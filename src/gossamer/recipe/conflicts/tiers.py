@@ -38,6 +38,11 @@ _OTHERS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ..
         lambda r: r.config.model.adapter != "none",
         lambda r: f"model.adapter {told(r.config.model.adapter)}",
     ),
+    (
+        "a model without a side network",
+        lambda r: r.config.model.side != "none",
+        lambda r: f"model.side {told(r.config.model.side)}",
+    ),
     ("a model that is not compiled", lambda r: r.config.model.compile, lambda r: "model.compile true"),
     (
         "an optimizer that updates each parameter by itself",

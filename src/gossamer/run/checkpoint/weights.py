@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.model.adapter import adapter_tensors
 from gossamer.model.quantized_linear import quantized_layers
+from gossamer.model.side import side_tensors
 from gossamer.run.checkpoint.average import load_average
 from gossamer.run.checkpoint.choice import LATEST, open_chosen
 from gossamer.run.checkpoint.holders import ParameterHolders
@@ -132,7 +133,7 @@ def saved_state(module: nn.Module, base: str) -> Iterator[tuple[str, Tensor]]:
     if not base:
         yield from named_state(module)
         return
-    own = {one.name for one in adapter_tensors(module)}
+    own = {*(one.name for one in adapter_tensors(module)), *(name for name, _ in side_tensors(module))}
     blocks = {id(held) for layer in quantized_layers(module).values() for held in layer.buffers()}
     for name, tensor in named_state(module):
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in own
@@ -143,10 +144,11 @@ def saved_state(module: nn.Module, base: str) -> Iterator[tuple[str, Tensor]]:
 def check_base(stored: str, base: str, label: str) -> None:
     """Raise CheckpointMismatch unless a checkpoint was saved with this base model: the digests must be equal."""
     if stored != base:
-        kinds = {False: "the weights of a whole model", True: "those of an adapter alone"}
+        kinds = {False: "the weights of a whole model", True: "those of an adapter or side network alone"}
         raise CheckpointMismatch(
             f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains {kinds[bool(base)]}"
-            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter as before"
+            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter or side "
+            "network as before"
         )
 
 

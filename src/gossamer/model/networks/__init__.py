@@ -1,0 +1,1 @@
+"""Networks that Gossamer brings, each a factory for `model.factory`: "gossamer.model.networks.fit:fit" and so on."""
