@@ -8,6 +8,7 @@ from typing import TypeAlias
 from gossamer.recipe.conflicts import (
     adaptation,
     adversarial,
+    distillation,
     exchange,
     layout,
     optimizer,
@@ -64,6 +65,8 @@ LAWS: tuple[Law, ...] = (
     verification.verification_with_replicas,
     adversarial.adversarial_with_layout,
     adversarial.adversarial_with_training,
+    distillation.teacher_with_training,
+    distillation.course_with_training,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,
