@@ -20,6 +20,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
+from gossamer.job.teaching import taught
 from gossamer.job.training_end import train_to_end
 from gossamer.model import adapter as adapters
 from gossamer.model.precision import precision_of
@@ -70,6 +71,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         if engine.told:
             sink(records.Event(level="info", message=engine.told))
         job = _referenced(job, engine, pump, sink)
+        job, engine = taught(job, engine, pump, sink, ending)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(

@@ -22,11 +22,12 @@ class Loss(ABC):
     """A loss function: a frozen dataclass of settings.
 
     `together`: rows of a batch that it takes as one, side by side; `needs_reference`: whether it compares with the
-    model that the run began with.
+    model that the run began with; `needs_teacher`: whether it compares with another model.
     """
 
     together: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -38,6 +39,10 @@ class Loss(ABC):
     @abstractmethod
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the number of valid labels of `batch`, () int64; needs no output, so it is known before forward."""
+
+    def evaluated(self) -> Loss:
+        """Return the loss that evaluations of a run report."""
+        return self
 
     def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the logits (*, C) of a forward's output and the labels (*) that they predict, -100 for none.

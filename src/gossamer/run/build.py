@@ -43,6 +43,7 @@ from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.step_vectors import StepVectors
+from gossamer.run.teacher import CoursedStep, TaughtLoss
 from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.tiers import TieredStep, remarks_of, tiers_of
 from gossamer.run.time_limit import TimeLimit
@@ -100,7 +101,11 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     watch = around.saver.watch = Watch.of(parts)
     adversarial = _adversarial(given)
     attacked = None if adversarial is None else adversarial.state
-    around.saver.contents = contents_of(parts, around.saver.progress, states, replica, apart, scaling, watch, attacked)
+    taught = engine.objective if isinstance(engine.objective, TaughtLoss) else None
+    course = None if taught is None else taught.course
+    around.saver.contents = contents_of(
+        parts, around.saver.progress, states, replica, apart, scaling, watch, attacked, course
+    )
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
     pieces = stages.pieces if adversarial is None else {0: adversarial}
@@ -108,6 +113,8 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     descent = _descent(given, gradients, states, _vectors(given, rule, replica))
     if adversarial is not None:
         descent = AdversarialStep(inner=descent, state=adversarial.state)
+    if taught is not None and taught.inner.is_adaptive:
+        descent = CoursedStep(inner=descent, loss=taught)
     if recipe.sync.probe is not None:
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
@@ -124,7 +131,7 @@ def _trainer(
     metrics = load_metrics(train.metrics)
     evaluator = Evaluator(
         stages=stages,
-        pieces=_measured_pieces(given, stages, metrics) if metrics else stages.pieces,
+        pieces=_judged_pieces(given, stages, metrics),
         metrics=tuple(metric.name for metric in metrics),
         feed=feed,
         validation={name: one for name, one in parts.validation.items() if len(one.batches)},
@@ -334,7 +341,17 @@ def _shards(
     return ShardedParameters.of(parts.module, walk, pump, deal=deal, rank=rank)
 
 
-def _measured_pieces(given: _Inputs, stages: RankStages, metrics: tuple[Metric, ...]) -> Mapping[int, ModelPart]:
+def _judged_pieces(given: _Inputs, stages: RankStages, metrics: tuple[Metric, ...]) -> Mapping[int, ModelPart]:
+    """Return the stages of this rank with what evaluations report: its loss is another one than that of training where
+    there is a teacher, and comes with the metrics.
+    """
+    judged = replace(given.engine, objective=given.engine.objective.evaluated())
+    if metrics:
+        return _measured_pieces(replace(given, engine=judged), metrics)
+    return stages.pieces if judged.objective is given.engine.objective else pieces_of(given.parts, judged)
+
+
+def _measured_pieces(given: _Inputs, metrics: tuple[Metric, ...]) -> Mapping[int, ModelPart]:
     """Return the stages of this rank with a loss that returns the metrics too.
 
     They are computed once on training data: what is wrong with a metric is to be known now, and not hours later.

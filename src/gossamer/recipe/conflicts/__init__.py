@@ -8,6 +8,7 @@ from typing import TypeAlias
 from gossamer.recipe.conflicts import (
     adaptation,
     adversarial,
+    distillation,
     exchange,
     layout,
     masks,
@@ -71,6 +72,8 @@ LAWS: tuple[Law, ...] = (
     adversarial.adversarial_with_training,
     side.side_alone,
     side.tokens_with_loss,
+    distillation.teacher_with_training,
+    distillation.course_with_training,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gossamer.run.adversarial_step import AdversarialState
 from gossamer.run.checkpoint.adversarial_state import SavedAdversarial
 from gossamer.run.checkpoint.contents import CheckpointContents
+from gossamer.run.checkpoint.course_state import SavedCourse
 from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.run.checkpoint.generators import Generators
 from gossamer.run.checkpoint.holders import AllRanks, StageRanks
@@ -18,6 +19,7 @@ from gossamer.run.checkpoint.weights import Weights
 from gossamer.run.goal import Progress
 from gossamer.run.loss_scale import LossScale
 from gossamer.run.parts import Parts
+from gossamer.run.teacher import CourseState
 from gossamer.run.watch import Watch
 from gossamer.sharding import ShardedOptimizer
 from gossamer.sync import GradientReducer, OuterLoop
@@ -32,6 +34,7 @@ def contents_of(
     scaling: LossScale,
     watch: Watch,
     adversarial: AdversarialState | None = None,
+    course: CourseState | None = None,
 ) -> CheckpointContents:
     """Return the components of one rank's trainer that keep state, in the order in which they are restored.
 
@@ -53,5 +56,6 @@ def contents_of(
         SavedExchanges(replica, members, residuals),
         SavedWatch(watch),
         *([] if adversarial is None else [SavedAdversarial(adversarial)]),
+        *([] if course is None else [SavedCourse(course)]),
     )
     return CheckpointContents(components, members, holders, is_in_file=states.tiers is not None)

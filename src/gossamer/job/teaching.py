@@ -1,0 +1,245 @@
+"""The teacher of a run's loss: found, compared with the student and its data, and put into the loss before step 1."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
+from gossamer.job.found_model import check_weights
+from gossamer.job.rank_inputs import RankJob
+from gossamer.job.trained_run import read_chosen
+from gossamer.loss._distillation import Distillation
+from gossamer.loss._output import logits_of
+from gossamer.model.forward_adapter import ForwardAdapter, caller_of
+from gossamer.model.input_checks import check_sequence
+from gossamer.model.origin import origin_of
+from gossamer.model.side_effects import untouched
+from gossamer.model.text_stream import TextCoder
+from gossamer.run.batches import RankBatch, moved
+from gossamer.run.parts import Parts
+from gossamer.run.step_runner import ModelRuntime
+from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, check_widths, watched
+from gossamer.run.trainer_services import Sink
+from gossamer.saver._cut_head import head_of
+from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
+from gossamer.spec import records
+from gossamer.spec.config import ModelSection
+from gossamer.spec.errors import BadInput, bad_input
+
+_KEY = "train.loss"
+_PROBE = 'def mean(xs):\n    """Return the mean."""\n    return sum(xs) / len(xs)  # 0.5 Zwölf, 数学\n'
+_SAME = 1e-7  # nats: a divergence below it is rounding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTeacher:
+    """A teacher at its place. `positions`: tokens that it sees at most; `tokenizer`: None where it has none."""
+
+    module: nn.Module
+    tokenizer: Tokenizer | None
+    positions: int | None
+
+
+def find_teacher(written: str) -> FoundTeacher:
+    """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+    place = Path(written).expanduser()
+    if not written.strip() or not place.exists():
+        raise bad_input(
+            wanted="the folder of a run or of a Hugging Face model, or a GGUF file, as the teacher",
+            got=f"{written!r}, which does not exist" if written.strip() else "none",
+            do="write train.loss: {kl: {teacher: FOLDER}}",
+            key=_KEY,
+        )
+    is_file, is_hf = place.is_file(), (place / "config.json").is_file()
+    if is_file or is_hf:
+        origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
+        check_weights(origin, place)
+        return FoundTeacher(module=origin.build(0), tokenizer=_tokenizer(place), positions=origin.positions())
+    run = read_chosen(place, "latest")
+    known = run.origin.positions() if run.origin is not None else None
+    return FoundTeacher(module=run.module, tokenizer=run.tokenizer, positions=known)
+
+
+def _tokenizer(place: Path) -> Tokenizer | None:
+    try:
+        return parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
+    except BadInput:  # a folder with weights alone
+        return None
+
+
+def taught(
+    job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink, ending: ExitStack
+) -> tuple[RankJob, ModelRuntime]:
+    """Return the job and the model with the teacher in the loss, where the loss has one; `ending` undoes it.
+
+    The teacher is on the ranks that compute the loss, those of the last stage. Raises BadInput.
+    """
+    inner, parts = job.parts.objective, job.parts
+    if not isinstance(inner, Distillation):
+        return job, engine
+    job.at(0, "teacher")
+    is_last = parts.cut is None or len(parts.cut.parts) - 1 in parts.cut.stages
+    teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
+    if is_last:
+        found = find_teacher(inner.teacher)
+        digest = _digest(found.module)
+        words, remarks = compared(found, parts)
+        teacher = _ready(found.module, parts)
+        remarks += _tiled(engine, parts, teacher, ending)
+    named = f"{int(gathered(pump.channel, [digest]).max()):012x}"
+    course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
+    loss = TaughtLoss(inner=inner, teacher=teacher, course=course, label_weight=inner.label_weight, words=words)
+    if teacher is not None:
+        said = f"{teacher.parameters:,} parameters, run beside the student without gradients"
+        remarks.append(_event("info", said))
+        if parts.cut is None:
+            remarks += _first_look(engine, parts, loss)
+    for one in remarks:
+        sink(one)
+    return job, replace(engine, objective=loss)
+
+
+def _event(level: Literal["info", "warning"], said: str) -> records.Event:
+    return records.Event(level=level, message=f"teacher: {said}")
+
+
+def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[records.Event]]:
+    """Compare a teacher with the student and its data; return the logits that count (None: all), and remarks.
+
+    Raises BadInput for other tokens, another vocabulary, or a teacher that sees fewer tokens than the data has.
+    """
+    remarks = list[records.Event]()
+    if parts.words is not None:
+        check_sequence(found.positions, parts.config.data.sequence)
+        if found.tokenizer is not None:
+            _check_tokens(found.tokenizer, parts.words)
+    words, ours, theirs = None, _width(parts.outline), _width(found.module)
+    if ours is not None and theirs is not None and ours != theirs:
+        known = getattr(parts.words, "vocabulary", None)
+        if found.tokenizer is None or known is None or known > min(ours, theirs):
+            check_widths(ours, theirs)
+        words = known
+        said = f"it gives {theirs:,} logits and the student {ours:,}: those of the {known:,} tokens count, the others "
+        remarks.append(_event("info", said + "are padding"))
+    theirs_all, ours_all = _parameters(found.module), _parameters(parts.outline)
+    if ours_all > theirs_all:
+        said = f"it has {theirs_all:,} parameters, fewer than the student ({ours_all:,}): a smaller teacher is seldom "
+        remarks.append(_event("warning", said + "the better model"))
+    return words, remarks
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def _check_tokens(theirs: TextCoder, ours: TextCoder) -> None:
+    first, second = ([int(one) for one in coder.encode(_PROBE)] for coder in (theirs, ours))
+    if first != second:
+        at = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
+        raise bad_input(
+            wanted="a teacher whose tokenizer gives the tokens of the data",
+            got=f"{first[at : at + 4]} where the data has {second[at : at + 4]}, from token {at} of a text on",
+            do="set data.tokenizer to hf:TEACHER, and give the student its vocabulary",
+            key=_KEY,
+        )
+
+
+def _width(module: nn.Module) -> int | None:
+    """Return the number of a model's logits, where its head is one linear module."""
+    try:
+        return (
+            int(head_of(module)[1].weight.shape[0])
+            if callable(getattr(module, "get_output_embeddings", None))
+            else None
+        )
+    except BadInput:
+        return None
+
+
+def _digest(module: nn.Module) -> float:
+    """Return 48 bits of a hash of all weights."""
+    whole = hashlib.sha256()
+    for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        whole.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+        whole.update(data.numpy().tobytes())
+    return float(int.from_bytes(whole.digest()[:6], "big"))
+
+
+def _ready(module: nn.Module, parts: Parts) -> Teacher:
+    """Return a teacher that only computes: frozen, in evaluation mode, on the student's device."""
+    module = module.eval().requires_grad_(False).to(parts.device)
+    given = [name for name in parts.train.batch(np.arange(parts.train.together)) if name != "labels"]
+    return Teacher(module=module, caller=caller_of(module, given), parameters=_parameters(module))
+
+
+def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher, ending: ExitStack) -> list[records.Event]:
+    """Let both heads leave their logits to the loss; return what is to be said where one does not."""
+    remarks = list[records.Event]()
+    rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
+    asked = {"its": (teacher.module, teacher.caller), "the student's": (engine.module, engine.caller)}
+    for whose, (module, caller) in asked.items():
+        is_student, is_cut = module is engine.module, parts.cut is not None
+        if is_student and parts.recipe.sharding.takes_parameters:
+            undo, why = _nothing, "its parameters are sharded"
+        elif is_student and is_cut:
+            undo, why = watched(module, is_declared=True)
+        else:
+            undo, why = watched(module)
+            if not why and not _leaves_logits(module, caller, rows, engine):
+                undo()
+                undo, why = _nothing, "its head is not what gives them"
+        ending.callback(undo)
+        if why:
+            remarks.append(_event("info", f"{whose} logits are held whole, as {why}"))
+    return remarks
+
+
+def _leaves_logits(module: nn.Module, caller: ForwardAdapter, rows: RankBatch, engine: ModelRuntime) -> bool:
+    """Return whether a forward of a watched model returns logits that have not been computed."""
+    copies = {name: one.clone() for name, one in rows.items()}
+    try:
+        with untouched(module), torch.no_grad(), engine.precision.autocast(engine.device):
+            found = logits_of(caller(module, copies), dims=copies["labels"].ndim + 1, shape="(batch, words)")
+    except ChangedInPlaceError:
+        return False
+    return isinstance(found, UnmadeLogits) and found.product.logits is None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
+    """Run both models on the first rows, so that what does not fit is known now; say if they are equal already."""
+    end = CourseState(now=replace(loss.course.now, t=1.0), total=1)
+    look = replace(engine, objective=replace(loss, label_weight=0.0, course=end))
+    rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
+    with untouched(engine.module), torch.no_grad(), _evaluating(engine.module):
+        value = float(look.loss_of_copies(rows, step=0, key=0))
+    if abs(value) < _SAME and float(loss.weight(rows)):
+        said = "the student gives its outputs already: the loss begins at 0, and there is nothing to learn from it"
+        return [_event("warning", said)]
+    return []
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = {inner: inner.training for inner in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, training in modes.items():
+            inner.training = training

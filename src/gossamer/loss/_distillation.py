@@ -1,0 +1,106 @@
+"""Losses that compare a student's distribution over words with that of a teacher, token by token.
+
+Equation: loss = (1 - w) T^2 mean_i D(z_i / T, s_i / T) + w CE,    i over the valid labels
+Symbols: z (N, V) logits of the teacher, s those of the student, T temperature, D the divergence of the method, w
+`label_weight`, CE the mean cross-entropy of the labels. T^2 keeps gradients as large as they are at T = 1.
+G. Hinton et al., Distilling the Knowledge in a Neural Network, 2015, https://arxiv.org/abs/1503.02531.
+
+A distillation alone, without its teacher, is CE: what runs a model before the teacher is there (planning, the proof of
+a layout) and what judges it (evaluations, `gossamer eval`) takes that. `run/teacher.py` puts the teacher in.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from gossamer.loss import IGNORE, Loss
+from gossamer.loss._output import labels_of
+from gossamer.loss.classification import Classification
+from gossamer.loss.next_token import NextToken
+from gossamer.spec.errors import bad_input
+from gossamer.spec.validate import positive
+
+LABELS = "labels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How far a distillation has come: `t` of the way from the student to the teacher; the loss of the step before
+    (None before the first one); the momentum of its relative decrease.
+    """
+
+    t: float = 1.0
+    loss_before: float | None = None
+    momentum: float = 0.0
+
+
+class Distillation(Loss):
+    """A loss with a teacher, whose settings `Kl` explains.
+
+    `is_adaptive`: its `Course` changes with the loss of every step.
+    """
+
+    __slots__ = ()
+    needs_teacher: ClassVar[bool] = True
+    is_adaptive: ClassVar[bool] = False
+
+    teacher: str
+    temperature: float
+    label_weight: float
+    tile_tokens: int
+    top_k: int
+
+    def check(self) -> None:
+        """Raise BadInput for wrong settings."""
+        positive("temperature", self.temperature)
+        positive("tile_tokens", self.tile_tokens)
+        fraction("label_weight", self.label_weight)
+        if self.top_k < 0:
+            do = "give how many words of the teacher to keep, or 0 to run it beside the student"
+            raise bad_input(wanted="0 or more words", got=str(self.top_k), do=do, key="top_k")
+
+    @abstractmethod
+    def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:
+        """Return D of each row, (n,), of logits (n, C) in float32, divided by the temperature. `t`: of the course."""
+
+    def first(self) -> Course:
+        """Return the course of the first step."""
+        return Course()
+
+    def after(self, course: Course, *, loss: float, done: int, total: int) -> Course:
+        """Return the course after a step whose loss on all ranks was `loss`, the `done`-th of `total`."""
+        return course
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._labels_loss(batch)(output, batch)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self._labels_loss(batch).weight(batch)
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._labels_loss(batch).predictions(output, batch)
+
+    def _labels_loss(self, batch: Mapping[str, Tensor]) -> Loss:
+        """Return the loss of the labels: one per row of a batch, or one per token."""
+        return Classification() if labels_of(batch, LABELS).ndim == 1 else NextToken()
+
+
+def targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the label that each row of logits predicts, flat, -100 for none: those of tokens are shifted."""
+    labels = labels_of(batch, LABELS)
+    if labels.ndim == 1:
+        return labels
+    shifted = labels.new_full(labels.shape, IGNORE)
+    shifted[:, :-1] = labels[:, 1:]
+    return shifted.flatten()
+
+
+def fraction(name: str, value: float) -> None:
+    """Raise BadInput unless `value` is from 0 to 1."""
+    if not 0.0 <= value <= 1.0:
+        raise bad_input(wanted="a number from 0 to 1", got=str(value), do="give one", key=name)

@@ -1,0 +1,205 @@
+"""A loss with its teacher: a frozen model beside the student, or what was kept of one, and how far the run has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.loss import IGNORE, Loss
+from gossamer.loss._distillation import Course, Distillation, targets
+from gossamer.loss._output import logits_of
+from gossamer.model.forward_adapter import ForwardAdapter
+from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
+from gossamer.run.step_algorithm import ReplayedSteps, StepAlgorithm, StepAttempt
+from gossamer.run.task import Task
+from gossamer.saver._cut_head import CutHead, HeadWatch, head_of
+from gossamer.saver._unmade_logits import UnmadeLogits
+from gossamer.spec.errors import BadInput, bad_input
+from gossamer.sync import StepAgreement
+
+WORDS, LOG_PROBABILITIES = "loss.teacher_words", "loss.teacher_log_probabilities"
+_KEY = "train.loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teacher:
+    """A frozen model in evaluation mode. `parameters`: how many it has."""
+
+    module: nn.Module
+    caller: ForwardAdapter
+    parameters: int
+
+    @torch.no_grad()
+    def rows(self, batch: Mapping[str, Tensor], dims: int) -> HeadRows:
+        """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels."""
+        given = {name: one for name, one in batch.items() if name != "labels"}
+        return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"))
+
+
+@dataclass(slots=True)
+class CourseState:
+    """The course of a distillation on one rank; the same on all ranks."""
+
+    now: Course
+    total: int  # steps
+    teacher: str = ""  # digest
+
+    def meta(self) -> Mapping[str, Any]:
+        """Return what a checkpoint keeps."""
+        now = self.now
+        course = {"t": now.t, "loss_before": now.loss_before, "momentum": now.momentum}
+        return {**course, "teacher": self.teacher}
+
+    def restore(self, kept: Mapping[str, Any]) -> str:
+        """Restore what `meta` returned; return a note for the user, "" for none."""
+        before = kept.get("loss_before")
+        self.now = Course(
+            t=float(kept.get("t", self.now.t)),
+            loss_before=None if before is None else float(before),
+            momentum=float(kept.get("momentum", 0.0)),
+        )
+        changed = kept.get("teacher", self.teacher) != self.teacher
+        return "the teacher is another one than before" if changed else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaughtLoss(Loss):
+    """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all.
+
+    Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
+    """
+
+    inner: Distillation
+    teacher: Teacher | None
+    course: CourseState
+    label_weight: float
+    words: int | None = None
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        inner, temperature, t = self.inner, self.inner.temperature, self.course.now.t
+        labels = targets(batch)
+        dims = batch["labels"].ndim + 1
+        student = head_rows(logits_of(output, dims=dims, shape="(batch, sequence, vocabulary)"), self.words)
+        valid = (labels != IGNORE).nonzero().squeeze(1)
+        is_whole, count = valid.numel() == labels.numel(), valid.numel()
+        student = student if is_whole else student.chosen(valid)
+        if self.teacher is None:
+            chosen = batch[WORDS].flatten(0, -2)[valid].long()
+            known = batch[LOG_PROBABILITIES].flatten(0, -2)[valid]
+
+            def value(logits: Tensor, some: slice) -> Tensor:
+                return inner.divergence(coarse(logits / temperature, chosen[some]), known[some], t)
+
+        else:
+            every = _cut_to(self.teacher.rows(batch, dims), self.words)
+            check_widths(student.width, every.width)
+            teacher = every if is_whole else every.chosen(valid)
+
+            def value(logits: Tensor, some: slice) -> Tensor:
+                with torch.no_grad():
+                    wanted = teacher.logits(some)
+                return inner.divergence(logits / temperature, wanted / temperature, t)
+
+        losses = by_token(student, value, tile=inner.tile_tokens)
+        loss = temperature**2 * losses.sum() / max(count, 1)
+        if not self.label_weight:
+            return loss
+        return (1 - self.label_weight) * loss + (self.label_weight * inner(output, batch) if count else 0.0)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.inner.weight(batch)
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.inner.predictions(output, batch)
+
+    def evaluated(self) -> Loss:
+        return self.inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoursedStep(StepAlgorithm):
+    """A step whose loss, the mean over all ranks, moves the course of an adaptive distillation."""
+
+    inner: StepAlgorithm
+    loss: TaughtLoss
+
+    def attempt(self, task: Task) -> StepAttempt:
+        return self.inner.attempt(task)
+
+    def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:
+        self.inner.commit(task, agreement, updates=updates)
+        course = self.loss.course
+        if agreement.weight and math.isfinite(agreement.loss):
+            done = task.window.step + 1
+            course.now = self.loss.inner.after(course.now, loss=agreement.loss, done=done, total=course.total)
+
+    def reject(self, task: Task) -> None:
+        self.inner.reject(task)
+
+    def begin(self, done: int, until: int) -> ReplayedSteps:
+        return self.inner.begin(done, until)
+
+    def settle(self, done: int) -> None:
+        self.inner.settle(done)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def head_rows(logits: Tensor, words: int | None = None) -> HeadRows:
+    """Return logits (*, V) as rows; those that a head has not computed stay so."""
+    if isinstance(logits, UnmadeLogits) and logits.product.logits is None:
+        product, hidden = logits.product, logits.hidden
+        return HeadRows(
+            hidden=hidden.reshape(-1, hidden.shape[-1]),
+            weight=product.weight,
+            bias=product.bias,
+            map=logits.map,
+            compute=product.compute,
+            words=words,
+        )
+    plain = logits.made("a distillation") if isinstance(logits, UnmadeLogits) else logits
+    return HeadRows(hidden=plain.reshape(-1, plain.shape[-1]), words=words)
+
+
+def _cut_to(rows: HeadRows, words: int | None) -> HeadRows:
+    return HeadRows(
+        hidden=rows.hidden, weight=rows.weight, bias=rows.bias, map=rows.map, compute=rows.compute, words=words
+    )
+
+
+def check_widths(student: int, teacher: int) -> None:
+    """Raise BadInput where student and teacher give different numbers of logits."""
+    if student != teacher:
+        raise bad_input(
+            wanted=f"a teacher with the vocabulary of the student, {student:,} logits",
+            got=f"one with {teacher:,}",
+            do="use the teacher's tokenizer (data.tokenizer: hf:TEACHER) and a student with its vocabulary, "
+            "or a teacher of the student's model family",
+            key=_KEY,
+        )
+
+
+def watched(module: nn.Module, *, is_declared: bool = False) -> tuple[Callable[[], None], str]:
+    """Let a model's head leave its logits to those who read them; return what undoes it, and why it could not.
+
+    `is_declared`: only where the model itself says which module its head is.
+    """
+    declared = getattr(module, "get_output_embeddings", None)
+    if is_declared and not (callable(declared) and declared() is not None):
+        return _nothing, "it does not declare its head"
+    try:
+        _, head = head_of(module)
+    except BadInput:
+        return _nothing, "they do not come from one nn.Linear that is not compiled"
+    cut = CutHead(head=head, by="tiles", in_forward=False, filter=0.0, is_outline=False)
+    return HeadWatch(cut).remove, ""
+
+
+def _nothing() -> None:
+    pass
