@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.rehearsal import Rehearsal
-from gossamer.plan.exchange import Calibration, Candidate, Decision, StepMeasurements, choose, choose_uniform
+from gossamer.plan.exchange import (
+    Calibration,
+    Candidate,
+    Decision,
+    MessagePrice,
+    StepMeasurements,
+    choose,
+    choose_uniform,
+)
 from gossamer.spec.network import Network
 
 _AS_MEASURED = Calibration()
@@ -36,15 +44,16 @@ class ChoiceBasis:
         candidates: tuple[Candidate, ...],
         *,
         largest_bytes: int,
+        price: MessagePrice,
         lossy: bool,
         before: ChoiceBasis | None,
     ) -> ChoiceBasis:
         """Return the measurements for these links, with the corrections of the basis `before`.
 
-        `largest_bytes`: of a bucket. All ranks must call it together.
+        `largest_bytes`: of a bucket; `price`: of messages. All ranks must call it together.
         """
         slowed = before.slowed if before else _AS_MEASURED
-        facts = tuple(slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes))
+        facts = tuple(slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes, price))
         return ChoiceBasis(
             profile=profile,
             rehearsal=rehearsal,

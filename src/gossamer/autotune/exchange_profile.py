@@ -22,6 +22,7 @@ from gossamer.ops.topk_indices import used_blocks
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
+    MessagePrice,
     Option,
     PricedMessage,
     RoundMeasurements,
@@ -44,6 +45,7 @@ from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
 _BLOCK = 32  # numbers of a gradient of which all are zero, or one is in use
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
+_FREE = MessagePrice()
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -147,14 +149,19 @@ class ExchangeProfile:
         """Return whether the compression errors of lossy exchanges are known."""
         return bool(self.lost)
 
-    def facts(self, links: Network, candidates: Sequence[Candidate], largest: int) -> tuple[StepMeasurements, ...]:
+    def facts(
+        self, links: Network, candidates: Sequence[Candidate], largest: int, price: MessagePrice = _FREE
+    ) -> tuple[StepMeasurements, ...]:
         """Return the measurements of a step, with the time on these links, for each way to cut it into buckets.
 
-        `largest`: the most bytes of a bucket. All ranks must call it together.
+        `largest`: the most bytes of a bucket. `price`: what messages take of a rank's processors. All ranks must call
+        it together.
         """
-        return tuple(self._facts(links, candidates, size) for size in sizes_of_buckets(self.params, largest))
+        return tuple(self._facts(links, candidates, size, price) for size in sizes_of_buckets(self.params, largest))
 
-    def _facts(self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int) -> StepMeasurements:
+    def _facts(
+        self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int, price: MessagePrice
+    ) -> StepMeasurements:
         cut = self._cut(bucket_bytes)
         columns = [self._column(c, bucket_bytes) for c in candidates]
         total = sum(cut.squares) or 1.0
@@ -169,7 +176,7 @@ class ExchangeProfile:
                     options.append(None)
                     continue
                 if shape not in prices:
-                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied)
+                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied, price)
                 messages, sent = prices[shape]
                 turns_s = cell.times.of(where.numel, len(messages) + 1)
                 options.append(Option(turns_s, messages, sent, cell.loss))
@@ -314,10 +321,15 @@ _Prices: TypeAlias = tuple[tuple[PricedMessage, ...], int]
 
 
 def _on_wire(
-    exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network, occupied: float = 1.0
+    exchange: Exchange,
+    where: Layout,
+    levels: ProcessGroups,
+    links: Network,
+    occupied: float = 1.0,
+    price: MessagePrice = _FREE,
 ) -> _Prices:
     """Return (prices of the messages, bytes of the rank that sends most)."""
-    return priced(_traffic(exchange, where, levels, occupied), levels, links)
+    return priced(_traffic(exchange, where, levels, occupied), levels, links, price)
 
 
 def _traffic(

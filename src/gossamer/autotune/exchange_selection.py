@@ -16,6 +16,7 @@ from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
+from gossamer.autotune.message_price import message_price
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
@@ -29,6 +30,7 @@ from gossamer.plan.exchange import (
     PERIODS,
     Calibration,
     Decision,
+    MessagePrice,
     StepTimes,
     across_islands,
     choose_period,
@@ -75,6 +77,7 @@ class ExchangeSelector:
     keep: Callable[[Plan], None]  # a plan that has changed
     _basis: ChoiceBasis | None = None  # of the decision
     _decision: Decision | None = None
+    _price_of_messages: MessagePrice | None = None
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
@@ -330,6 +333,7 @@ class ExchangeSelector:
             links_of_islands(links, self.plan.islands),
             across_islands(CANDIDATES) if self.plan.islands else CANDIDATES,
             largest_bytes=self._largest_bytes,
+            price=self._priced(links),
             lossy=self.run.lossy,
             before=self._basis,
         )
@@ -355,6 +359,14 @@ class ExchangeSelector:
             return ""
         given = [list(island) for island in self.plan.islands]
         return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
+
+    def _priced(self, links: Network) -> MessagePrice:
+        """Return the price of messages, measured once."""
+        if self._price_of_messages is None:
+            link, device = links.levels["all"], self.engine.device
+            self._price_of_messages = message_price(self.pump, link, device)
+            self.tell(f"exchange: {self._price_of_messages.show()}", 0)
+        return self._price_of_messages
 
     def _profiled(self, step: int) -> tuple[ExchangeProfile, Rehearsal]:
         """Return the profile, measured once; compression errors are measured again while they are unknown."""
