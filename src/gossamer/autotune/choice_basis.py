@@ -26,6 +26,7 @@ class ChoiceBasis:
 
     `facts`: those of a step with any of the `candidates` on the `links`, by size of buckets. `slowed`: by how much
     steps have shown that more is to be expected; the facts contain it. `lossy`: whether lossy exchanges are allowed.
+    `price`: of messages; the facts contain it too.
     """
 
     profile: ExchangeProfile
@@ -35,6 +36,7 @@ class ChoiceBasis:
     facts: tuple[StepMeasurements, ...]
     slowed: Calibration
     lossy: bool
+    price: MessagePrice
 
     @staticmethod
     def of(
@@ -45,15 +47,19 @@ class ChoiceBasis:
         *,
         largest_bytes: int,
         price: MessagePrice,
+        divides: bool,
         lossy: bool,
         before: ChoiceBasis | None,
     ) -> ChoiceBasis:
         """Return the measurements for these links, with the corrections of the basis `before`.
 
-        `largest_bytes`: of a bucket; `price`: of messages. All ranks must call it together.
+        `largest_bytes`: of a bucket; `price`: of messages; `divides`: whether large gradients may be divided. All ranks
+        must call it together.
         """
         slowed = before.slowed if before else _AS_MEASURED
-        facts = tuple(slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes, price))
+        facts = tuple(
+            slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes, price=price, divides=divides)
+        )
         return ChoiceBasis(
             profile=profile,
             rehearsal=rehearsal,
@@ -62,6 +68,7 @@ class ChoiceBasis:
             facts=facts,
             slowed=slowed,
             lossy=lossy and profile.knows,
+            price=price,
         )
 
     def corrected(self, by: Calibration) -> ChoiceBasis:

@@ -48,6 +48,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
+from gossamer.spec.row_range import whole_of
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 
@@ -279,11 +280,15 @@ class ExchangeSelector:
         """
         params = trainable(self.engine.module)
         methods = self.methods
-        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written)))
+        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written, **cut)))
+        owing = {
+            whole_of(n) if n not in params else n for n, one in before.items() if exchange_methods.has_residual(one)
+        }
+        divided = {whole_of(n) for n in after if n not in params}  # their own line serves none of their rows
         lacking = [
             n
-            for n in params
-            if exchange_methods.has_residual(before[n]) and not exchange_methods.has_residual(after[n])
+            for n, one in after.items()
+            if (n in owing or whole_of(n) in owing) and n not in divided and not exchange_methods.has_residual(one)
         ]
         written = exchange_methods.with_error_feedback(written, lacking)
         if written == self.plan.exchange:
@@ -334,6 +339,7 @@ class ExchangeSelector:
             across_islands(CANDIDATES) if self.plan.islands else CANDIDATES,
             largest_bytes=self._largest_bytes,
             price=self._priced(links),
+            divides=not self.methods.sharding.is_sharded and not self.plan.mesh.in_stages,
             lossy=self.run.lossy,
             before=self._basis,
         )
@@ -365,7 +371,6 @@ class ExchangeSelector:
         if self._price_of_messages is None:
             link, device = links.levels["all"], self.engine.device
             self._price_of_messages = message_price(self.pump, link, device)
-            self.tell(f"exchange: {self._price_of_messages.show()}", 0)
         return self._price_of_messages
 
     def _profiled(self, step: int) -> tuple[ExchangeProfile, Rehearsal]:
@@ -379,7 +384,7 @@ class ExchangeSelector:
 
 def _planned(plan: Plan, decision: Decision, basis: ChoiceBasis, cost: Cost) -> Plan:
     link = basis.links.levels.get("between", basis.links.levels["all"])
-    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()})"
+    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()}; {basis.price.show()})"
     line = decision.forecast
     times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
     return plan.model_copy(

@@ -79,7 +79,7 @@ class PassProfile:
         links = probe(pump.channel, seeks_islands=False)  # one group of ranks
         device = next(iter(params.values())).device
         price = message_price(pump, links.levels["all"], device)
-        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price)
+        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=price)
         decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES)
         link = links.levels["all"]
         said = f"{decision.reason} (links: {link.show()})"
