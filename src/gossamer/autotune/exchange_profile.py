@@ -163,11 +163,15 @@ class ExchangeProfile:
         """Return the measurements of a step, with the time on these links, for each way to cut it into buckets.
 
         `largest`: the most bytes of a bucket. `price`: what messages take of a rank's processors. `divides`: whether a
-        gradient that is larger than a bucket is divided by rows; what is known of it holds for each part. All ranks
+        gradient as large as two buckets may also be divided by rows; what is known of it holds for each part. All ranks
         must call it together.
         """
-        sizes = sizes_of_buckets(self.params, largest)
-        return tuple(self._facts(links, candidates, (size, divides), price) for size in sizes)
+        cuts = [(size, False) for size in sizes_of_buckets(self.params, largest)]
+        if divides:
+            cuts += [
+                (size, True) for size, _ in cuts if len(divided(self.params, bucket_bytes=size)) > len(self.params)
+            ]
+        return tuple(self._facts(links, candidates, asked, price) for asked in cuts)
 
     def _facts(
         self, links: Network, candidates: Sequence[Candidate], asked: _Asked, price: MessagePrice
