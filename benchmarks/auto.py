@@ -8,7 +8,7 @@ Each row is a point of the grid: a model, what its device is faster by, the bits
 seconds that a small message takes. `auto_s` is a step with what auto chooses from the same measurements as in a run;
 `best_uniform_s` that of the best of all candidates allowed, each alone in buckets of 1, 4, 16 or 25 MiB, of a quarter
 of the gradients, or of all. Both are timed by the independent simulator (`auto/simulator.py`), which shares no
-code with the forecast; `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number
+code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number
 of ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
 
 `behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
@@ -39,13 +39,14 @@ from auto.simulator import Job, Link, Message, gather, ring, shuffle, simulate
 from gossamer.autotune import exchange_profile
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
-from gossamer.comm.bucket import Layout, partition
+from gossamer.comm.bucket import Layout, divided_as, partition
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
-from gossamer.plan.exchange import CANDIDATES, Candidate, StepMeasurements, choose
+from gossamer.plan.exchange import CANDIDATES, Candidate, MessagePrice, StepMeasurements, choose
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec import network
+from gossamer.spec.row_range import parts_in
 from result import publish
 
 RANKS = (2, 3, 4, 8, 16, 64, 256, 1024)
@@ -54,6 +55,7 @@ LATENCIES = (5e-5, 1e-3, 1e-2, 1e-1)
 QUICK = {"ranks": (2, 16, 256), "rates": (3e7, 1e9, 1e11), "latencies": (1e-4, 2e-2)}
 BEHIND, OFF = 0.05, 0.10
 HAND_BYTES = 25 << 20  # what a bucket has in torch's DDP
+PRICE = MessagePrice(start_s=7e-4, byte_s=4e-10)  # as measured on this machine, two processes of one core each
 OVERLAP = 2 / 3  # of a step: its last backward pass
 
 
@@ -202,7 +204,8 @@ class Point:
             islands=(tuple(range(self.ranks)),),
             levels={"all": network.Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)},
         )
-        facts = [faster(one, self.speedup) for one in self.profile.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES)]
+        cuts = self.profile.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=PRICE, divides=True)
+        facts = [faster(one, self.speedup) for one in cuts]
         began = time.process_time()
         decision = choose(*facts, lossy=lossy)
         choose_s = time.process_time() - began
@@ -251,14 +254,16 @@ class Point:
 
     def job(self, names: Sequence[str], ready_s: float, c: int) -> Job:
         """Return the job of a bucket that auto has made."""
-        return self._job(Layout.of({n: self.shape.params[n] for n in names}), ready_s, CANDIDATES[c])
+        params = divided_as(self.shape.params, [names]) if parts_in([names]) else self.shape.params
+        return self._job(Layout.of({n: params[n] for n in names}), ready_s, CANDIDATES[c])
 
     def _job(self, where: Layout, ready_s: float, candidate: Candidate) -> Job:
         exchange, levels = ParameterRules.single(candidate.written), self.profile.pump.channel.levels
         traffic = exchange.traffic(where, levels, 0)
         messages = tuple(message_of(one, self.ranks) for one in traffic)
         turns_s = self.profile.encode_times(candidate, exchange).of(where.numel, len(messages) + 1)
-        return Job(ready_s, tuple(s / self.speedup for s in turns_s), messages)
+        starts_s = (*(PRICE.of(one.nbytes) for one in messages), 0.0)  # on the host, however fast the device
+        return Job(ready_s, tuple(s / self.speedup + own for s, own in zip(turns_s, starts_s, strict=True)), messages)
 
     def simulated(self, jobs: Sequence[Job], turns: Sequence[int] = ()) -> float:
         """Return the simulated seconds of a step; without turns, what is ready goes first."""

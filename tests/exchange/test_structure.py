@@ -114,6 +114,48 @@ def test_a_tree_takes_log_n_rounds_and_every_rank_sums_in_one_order(ranks: int, 
     assert max(c.meter.total_bytes for c in channels) <= rounds * 4 * where.numel
 
 
+@pytest.mark.parametrize("codec", [{"cast": {"dtype": "bfloat16"}}, "int8", {"hadamard": "int4"}])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("silent", [(), (0,), (1,)])
+def test_a_coded_tree_accounts_for_what_it_rounds_off(codec, ranks: int, silent: tuple[int, ...]) -> None:
+    """All ranks hold the same bits; the mean is that of what was not lost; a rank without weight owes to the mean."""
+    one = exchange_methods.build({"recursive_doubling": {"codec": codec}})
+    where, levels = crew.layout(), ProcessGroups.flat(ranks)
+    weights = crew.weights(ranks).clone()
+    weights[[r for r in silent if r < ranks and ranks > 1]] = 0.0
+    weights /= weights.sum()
+    outcomes, channels = world(one, levels, where, weights=weights)
+    assert all(torch.equal(o.mean, outcomes[0].mean) for o in outcomes)
+    inputs = [crew.bucket(where, r).flat.double() for r in range(ranks)]
+    found, exact = torch.zeros(where.numel, dtype=torch.float64), torch.zeros(where.numel, dtype=torch.float64)
+    for x, w, outcome in zip(inputs, weights.tolist(), outcomes, strict=True):
+        assert outcome.lost is not None and (outcome.owed is None) == (w > 0)
+        exact += w * x
+        found += w * (x - outcome.lost.double()) - (0.0 if outcome.owed is None else outcome.owed.double())
+    torch.testing.assert_close(outcomes[0].mean.double(), found, rtol=1e-5, atol=2e-6)
+    assert not torch.equal(outcomes[0].mean.double(), exact), "something is rounded, of one rank too"
+    if "cast" in codec:
+        rounds = max(1, ranks.bit_length() + 1)
+        torch.testing.assert_close(outcomes[0].mean.double(), exact, rtol=0.0, atol=rounds * 2.0**-8 * 4)
+    nbytes = one.codec.nbytes(where.numel)
+    for rank, channel in enumerate(channels):
+        sent = [t for t in one.traffic(where, levels, rank) if t.nbytes]
+        assert channel.meter.total_bytes == nbytes * len(sent)
+
+
+@pytest.mark.parametrize("codec", [{"int8": {"stochastic": True}}, "lossless", "natural"])
+def test_a_tree_takes_no_codec_that_would_part_its_ranks(codec) -> None:
+    with pytest.raises(BadInput, match="rounds to nearest"):
+        exchange_methods.build({"recursive_doubling": {"codec": codec}})
+
+
+def test_between_two_ranks_a_coded_tree_takes_half_the_messages_of_two_shots_and_no_more_bytes() -> None:
+    where, levels, bf16 = crew.layout(), ProcessGroups.flat(2), {"cast": {"dtype": "bfloat16"}}
+    tree, shots = (exchange_methods.build({n: {"codec": bf16}}) for n in ("recursive_doubling", "two_shot"))
+    (_, (a, _)), (_, (b, _)) = world(tree, levels, where), world(shots, levels, where)
+    assert 2 * a.meter.messages == b.meter.messages and a.meter.total_bytes <= b.meter.total_bytes
+
+
 @pytest.mark.parametrize("name", ["star", "recursive_doubling", "hierarchical"])
 def test_the_sum_does_not_depend_on_who_arrives_first(pool, name: str) -> None:
     """Four processes, each bringing its buckets in an order of its own; twice, and in lockstep: the same bits."""

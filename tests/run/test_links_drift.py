@@ -20,7 +20,7 @@ from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSett
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.comm_thread import order_of_turns
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.exchange import CANDIDATES, Calibration, Decision, StepTimes, across_islands
+from gossamer.plan.exchange import CANDIDATES, Calibration, Decision, MessagePrice, StepTimes, across_islands
 from gossamer.recipe import ParameterRules, PlanMethods
 from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer_services import Replan
@@ -92,6 +92,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         sick["1.weight"][3, 4] = torch.inf
         here = World(iter(found), lambda step: sick if step in bad else sound, params)
         monkeypatch.setattr(exchange_selection, "probe", lambda channel, **_: next(here.links))
+        monkeypatch.setattr(exchange_selection, "message_price", lambda *_: MessagePrice())
         monkeypatch.setattr(rehearsal, "profile_step", here.rehearse)
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
         monkeypatch.setattr(exchange_methods, "turn_seconds_of", here.turn_seconds_of)
@@ -265,7 +266,7 @@ class Trials:
         self.tried.append(plan.exchange)
         basis = self.exchanger._basis
         assert basis is not None
-        cuts = basis.profile.facts(basis.links, CANDIDATES, self.exchanger._largest_bytes)
+        cuts = basis.profile.facts(basis.links, CANDIDATES, self.exchanger._largest_bytes, divides=True)
         cut = next(one for one in cuts if tuple(b.names for b in one.buckets) == plan.buckets)
         methods = PlanMethods.of(plan).exchange
         picked = [

@@ -17,12 +17,14 @@ from gossamer.comm.channel import Channel
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.exchange import CANDIDATES, StepMeasurements
+from gossamer.plan.exchange import CANDIDATES, StepMeasurements, choose
 from gossamer.policy import AdaptChoices
+from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import BUCKET_BYTES
+from gossamer.spec.row_range import parts_in
 from gossamer.spec.statistics import Statistics
 
 LINKS = Network(islands=((0, 1, 2),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1e7)})
@@ -134,6 +136,45 @@ def test_of_a_table_what_any_rank_has_looked_up_is_sent(monkeypatch: pytest.Monk
     (bitmap, rows), (whole,) = apart.buckets[1].option(sparse).messages, apart.buckets[1].option(0).messages
     assert rows.busy_s == pytest.approx(0.3 * whole.busy_s, rel=1e-3) and bitmap.busy_s < 0.01 * whole.busy_s
     assert (min(occupied), max(occupied)) == (pytest.approx(0.3), 1.0)
+
+
+def test_a_gradient_that_is_most_of_the_model_may_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts have buckets of their own, weigh together what it weighs, and are ready when it is. On a link that is
+    busy for most of the step they are sent while others are encoded; what is chosen can be read back.
+    """
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    monkeypatch.setattr(
+        exchange_methods,
+        "turn_seconds_of",
+        lambda one, where, levels, rank, occupied: (5e-9 * where.numel,) * 3,
+    )
+    params = {"small": torch.empty(300, 100), "table": torch.empty(3000, 1024)}
+    rng = torch.Generator().manual_seed(0)
+    gradients = {n: torch.randn(p.shape, generator=rng) for n, p in params.items()}
+    rehearsal = StepProfile(0.3, 0.2, {"small": 0.02, "table": 0.2}, gradients)
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)))
+    measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=True)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-4, bytes_per_s=2e8)})
+    whole = measured.facts(links, CANDIDATES, 1 << 28)
+    both = measured.facts(links, CANDIDATES, 1 << 28, divides=True)
+    assert both[: len(whole)] == whole and len(both) > len(whole)
+    for cut in both[len(whole) :]:
+        parts = [b for b in cut.buckets if b.names[0].startswith("table[")]
+        assert len(parts) >= 2 and all(len(b.names) == 1 and b.ready_s == 0.2 for b in parts)
+        assert sum(b.numel for b in cut.buckets) == 3000 * 1024 + 300 * 100
+        table = next(b for b in whole[0].buckets if b.names == ("table",))
+        assert sum(b.weight for b in parts) == pytest.approx(table.weight)
+        assert [b.options[INT8].loss for b in parts] == pytest.approx([table.options[INT8].loss] * len(parts))
+    kinds = (CANDIDATES[0], CANDIDATES[INT8])
+    alone, better = (
+        choose(*measured.facts(links, kinds, 1 << 28, divides=one), lossy=True, candidates=kinds)
+        for one in (False, True)
+    )
+    assert better.forecast.exposed_s < 0.9 * alone.forecast.exposed_s
+    names = {n for names in better.buckets for n in names}
+    assert any(n.startswith("table[") for n in names)
+    found = ParameterRules.read(better.written, parts=parts_in(better.buckets)).by_name(params)
+    assert names <= set(found) | {"small"}
 
 
 def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[Statistics]) -> AdaptiveCompression:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, replace
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.rehearsal import Rehearsal
-from gossamer.plan.exchange import Calibration, Candidate, Decision, StepMeasurements, choose, choose_uniform
+from gossamer.plan.exchange import (
+    Calibration,
+    Candidate,
+    Decision,
+    MessagePrice,
+    StepMeasurements,
+    choose,
+    choose_uniform,
+)
 from gossamer.spec.network import Network
 
 _AS_MEASURED = Calibration()
@@ -18,6 +26,7 @@ class ChoiceBasis:
 
     `facts`: those of a step with any of the `candidates` on the `links`, by size of buckets. `slowed`: by how much
     steps have shown that more is to be expected; the facts contain it. `lossy`: whether lossy exchanges are allowed.
+    `price`: of messages; the facts contain it too.
     """
 
     profile: ExchangeProfile
@@ -27,6 +36,7 @@ class ChoiceBasis:
     facts: tuple[StepMeasurements, ...]
     slowed: Calibration
     lossy: bool
+    price: MessagePrice
 
     @staticmethod
     def of(
@@ -36,15 +46,20 @@ class ChoiceBasis:
         candidates: tuple[Candidate, ...],
         *,
         largest_bytes: int,
+        price: MessagePrice,
+        divides: bool,
         lossy: bool,
         before: ChoiceBasis | None,
     ) -> ChoiceBasis:
         """Return the measurements for these links, with the corrections of the basis `before`.
 
-        `largest_bytes`: of a bucket. All ranks must call it together.
+        `largest_bytes`: of a bucket; `price`: of messages; `divides`: whether large gradients may be divided. All ranks
+        must call it together.
         """
         slowed = before.slowed if before else _AS_MEASURED
-        facts = tuple(slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes))
+        facts = tuple(
+            slowed.applied(one) for one in profile.facts(links, candidates, largest_bytes, price=price, divides=divides)
+        )
         return ChoiceBasis(
             profile=profile,
             rehearsal=rehearsal,
@@ -53,6 +68,7 @@ class ChoiceBasis:
             facts=facts,
             slowed=slowed,
             lossy=lossy and profile.knows,
+            price=price,
         )
 
     def corrected(self, by: Calibration) -> ChoiceBasis:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, sizes_of_buckets
-from gossamer.comm.bucket import Layout, partition
+from gossamer.comm.bucket import Entry, Layout, divided, partition
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
@@ -22,6 +22,7 @@ from gossamer.ops.topk_indices import used_blocks
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
+    MessagePrice,
     Option,
     PricedMessage,
     RoundMeasurements,
@@ -39,14 +40,17 @@ from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES
+from gossamer.spec.row_range import whole_of
 from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
 _BLOCK = 32  # numbers of a gradient of which all are zero, or one is in use
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
+_FREE = MessagePrice()
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+_Asked: TypeAlias = tuple[int, bool]  # bytes of a bucket, and whether larger gradients are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +113,8 @@ class ExchangeProfile:
     squares: Mapping[str, float]  # |gradient|^2, this rank's; empty if gradients were not finite
     lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
     occupied: Mapping[str, float] = field(default_factory=dict)  # part of a gradient that is not zero on some rank
-    _cuts: dict[int, _Cut] = field(default_factory=dict)  # by bucket_bytes
-    _columns: dict[tuple[str, _Groups, int], tuple[_Cell | None, ...]] = field(default_factory=dict)
+    _cuts: dict[_Asked, _Cut] = field(default_factory=dict)
+    _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
 
     @staticmethod
@@ -147,16 +151,33 @@ class ExchangeProfile:
         """Return whether the compression errors of lossy exchanges are known."""
         return bool(self.lost)
 
-    def facts(self, links: Network, candidates: Sequence[Candidate], largest: int) -> tuple[StepMeasurements, ...]:
+    def facts(
+        self,
+        links: Network,
+        candidates: Sequence[Candidate],
+        largest: int,
+        *,
+        price: MessagePrice = _FREE,
+        divides: bool = False,
+    ) -> tuple[StepMeasurements, ...]:
         """Return the measurements of a step, with the time on these links, for each way to cut it into buckets.
 
-        `largest`: the most bytes of a bucket. All ranks must call it together.
+        `largest`: the most bytes of a bucket. `price`: what messages take of a rank's processors. `divides`: whether a
+        gradient as large as two buckets may also be divided by rows; what is known of it holds for each part. All ranks
+        must call it together.
         """
-        return tuple(self._facts(links, candidates, size) for size in sizes_of_buckets(self.params, largest))
+        cuts = [(size, False) for size in sizes_of_buckets(self.params, largest)]
+        if divides:
+            cuts += [
+                (size, True) for size, _ in cuts if len(divided(self.params, bucket_bytes=size)) > len(self.params)
+            ]
+        return tuple(self._facts(links, candidates, asked, price) for asked in cuts)
 
-    def _facts(self, links: Network, candidates: Sequence[Candidate], bucket_bytes: int) -> StepMeasurements:
-        cut = self._cut(bucket_bytes)
-        columns = [self._column(c, bucket_bytes) for c in candidates]
+    def _facts(
+        self, links: Network, candidates: Sequence[Candidate], asked: _Asked, price: MessagePrice
+    ) -> StepMeasurements:
+        cut = self._cut(asked)
+        columns = [self._column(c, asked) for c in candidates]
         total = sum(cut.squares) or 1.0
         known = [dict[tuple[_Shapes, float], _Prices]() for _ in candidates]  # layers repeat
         buckets = []
@@ -169,7 +190,7 @@ class ExchangeProfile:
                     options.append(None)
                     continue
                 if shape not in prices:
-                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied)
+                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied, price)
                 messages, sent = prices[shape]
                 turns_s = cell.times.of(where.numel, len(messages) + 1)
                 options.append(Option(turns_s, messages, sent, cell.loss))
@@ -178,25 +199,36 @@ class ExchangeProfile:
             buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], weight, tuple(options)))
         return StepMeasurements(tuple(buckets), *self.times)
 
-    def _cut(self, bucket_bytes: int) -> _Cut:
-        if bucket_bytes not in self._cuts:
-            layouts = partition(self.params, bucket_bytes=bucket_bytes, at_least=1)
+    def _cut(self, asked: _Asked) -> _Cut:
+        if asked not in self._cuts:
+            bucket_bytes, divides = asked
+            params = divided(self.params, bucket_bytes=bucket_bytes) if divides else self.params
+            layouts = _apart(partition(params, bucket_bytes=bucket_bytes, at_least=1), self.params)
             names = [f"{what} of bucket {b}" for what in ("|gradient|^2", "ready_s") for b in range(len(layouts))]
-            mine = [sum(self.squares.get(e.name, 0.0) for e in where.entries) for where in layouts]
-            mine += [max(self.ready_s[e.name] for e in where.entries) for where in layouts]
+            mine = [sum(self._part(self.squares, e) for e in where.entries) for where in layouts]
+            mine += [max(self.ready_s[self._whole(e.name)] for e in where.entries) for where in layouts]
             agreed = _largest(self.pump, names, mine)
             ready = sorted(range(len(layouts)), key=lambda b: agreed[len(layouts) + b])  # as all ranks found them
-            self._cuts[bucket_bytes] = _Cut(
+            self._cuts[asked] = _Cut(
                 tuple(layouts[b] for b in ready),
                 tuple(agreed[b] for b in ready),
                 tuple(agreed[len(layouts) + b] for b in ready),
             )
-        return self._cuts[bucket_bytes]
+        return self._cuts[asked]
 
-    def _column(self, candidate: Candidate, bucket_bytes: int) -> tuple[_Cell | None, ...]:
+    def _whole(self, name: str) -> str:
+        """Return the parameter of which `name` is the name, or that of a part."""
+        return name if name in self.params else whole_of(name)
+
+    def _part(self, of: Mapping[str, float], entry: Entry) -> float:
+        """Return what is known of a parameter, or of a part of it: as large a share of it; 0 where nothing is."""
+        whole = self._whole(entry.name)
+        return of.get(whole, 0.0) * entry.numel / max(1, self.params[whole].numel())
+
+    def _column(self, candidate: Candidate, asked: _Asked) -> tuple[_Cell | None, ...]:
         """Return the candidate for every bucket; None if it cannot serve, or if its compression error is unknown."""
-        levels, cut = self.pump.channel.levels, self._cut(bucket_bytes)
-        key = (told(candidate.written), tuple(sorted(levels.groups.items())), bucket_bytes)
+        levels, cut = self.pump.channel.levels, self._cut(asked)
+        key = (told(candidate.written), tuple(sorted(levels.groups.items())), asked)
         if key not in self._columns:
             one = ParameterRules.single(candidate.written)
             serving = [self.serves(candidate, where) for where in cut.layouts]
@@ -232,7 +264,8 @@ class ExchangeProfile:
 
     def _occupied_of(self, where: Layout) -> float:
         """Return the part of a bucket that is not zero on some rank; 1 where nothing is known."""
-        return sum(self.occupied.get(e.name, 1.0) * e.numel for e in where.entries) / max(1, where.numel)
+        parts = (self.occupied.get(self._whole(e.name), 1.0) * e.numel for e in where.entries)
+        return sum(parts) / max(1, where.numel)
 
     def _occupied_below(self, most: float) -> float:
         """Return the part in use of all the parameters of which that is at most `most`; 1 where that is any."""
@@ -257,9 +290,8 @@ class ExchangeProfile:
             return [math.nan if candidate.lossy else 0.0] * len(cut.layouts)
         by_name, found = self.lost[told(candidate.loses_as)], []
         for where in cut.layouts:
-            names = [e.name for e in where.entries]
-            square = sum(self.squares[n] for n in names)
-            found.append(sum(by_name[n] for n in names) / square if square else 0.0)
+            square = sum(self._part(self.squares, e) for e in where.entries)
+            found.append(sum(self._part(by_name, e) for e in where.entries) / square if square else 0.0)
         return found
 
     def round_facts(
@@ -269,7 +301,7 @@ class ExchangeProfile:
 
         All ranks must call it: they measure the encoding at the same time, and the slowest counts.
         """
-        inside, cut, rank = levels.only("island"), self._cut(bucket_bytes), self.pump.channel.rank
+        inside, cut, rank = levels.only("island"), self._cut((bucket_bytes, False)), self.pump.channel.rank
         near = links.model_copy(update={"levels": {"all": links.levels.get("island", links.levels["all"])}})
         buckets = tuple(
             BucketMeasurements((), w.numel, at, 0.0, ()) for w, at in zip(cut.layouts, cut.ready_s, strict=True)
@@ -310,14 +342,37 @@ def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
     return True
 
 
+def _apart(layouts: Sequence[Layout], params: Mapping[str, Tensor]) -> tuple[Layout, ...]:
+    """Return the layouts with a bucket of its own for each part of a parameter, as the run needs it."""
+    found = list[Layout]()
+    for where in layouts:
+        whole = [e for e in where.entries if e.name in params]
+        if len(whole) < len(where.entries) > 1:
+            alone = [[e] for e in where.entries if e.name not in params]
+            found += [_layout(some, where) for some in ([whole] if whole else []) + alone]
+        else:
+            found.append(where)
+    return tuple(found)
+
+
+def _layout(entries: Sequence[Entry], like: Layout) -> Layout:
+    starts = accumulate((e.numel for e in entries), initial=0)
+    return replace(like, entries=tuple(replace(e, start=at) for e, at in zip(entries, starts, strict=False)))
+
+
 _Prices: TypeAlias = tuple[tuple[PricedMessage, ...], int]
 
 
 def _on_wire(
-    exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network, occupied: float = 1.0
+    exchange: Exchange,
+    where: Layout,
+    levels: ProcessGroups,
+    links: Network,
+    occupied: float = 1.0,
+    price: MessagePrice = _FREE,
 ) -> _Prices:
     """Return (prices of the messages, bytes of the rank that sends most)."""
-    return priced(_traffic(exchange, where, levels, occupied), levels, links)
+    return priced(_traffic(exchange, where, levels, occupied), levels, links, price)
 
 
 def _traffic(

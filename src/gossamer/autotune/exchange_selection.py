@@ -16,6 +16,7 @@ from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
+from gossamer.autotune.message_price import message_price
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
@@ -29,6 +30,7 @@ from gossamer.plan.exchange import (
     PERIODS,
     Calibration,
     Decision,
+    MessagePrice,
     StepTimes,
     across_islands,
     choose_period,
@@ -46,6 +48,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
+from gossamer.spec.row_range import whole_of
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 
@@ -75,6 +78,7 @@ class ExchangeSelector:
     keep: Callable[[Plan], None]  # a plan that has changed
     _basis: ChoiceBasis | None = None  # of the decision
     _decision: Decision | None = None
+    _price_of_messages: MessagePrice | None = None
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
@@ -276,11 +280,15 @@ class ExchangeSelector:
         """
         params = trainable(self.engine.module)
         methods = self.methods
-        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written)))
+        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written, **cut)))
+        owing = {
+            whole_of(n) if n not in params else n for n, one in before.items() if exchange_methods.has_residual(one)
+        }
+        divided = {whole_of(n) for n in after if n not in params}  # their own line serves none of their rows
         lacking = [
             n
-            for n in params
-            if exchange_methods.has_residual(before[n]) and not exchange_methods.has_residual(after[n])
+            for n, one in after.items()
+            if (n in owing or whole_of(n) in owing) and n not in divided and not exchange_methods.has_residual(one)
         ]
         written = exchange_methods.with_error_feedback(written, lacking)
         if written == self.plan.exchange:
@@ -330,6 +338,8 @@ class ExchangeSelector:
             links_of_islands(links, self.plan.islands),
             across_islands(CANDIDATES) if self.plan.islands else CANDIDATES,
             largest_bytes=self._largest_bytes,
+            price=self._priced(links),
+            divides=not self.methods.sharding.is_sharded and not self.plan.mesh.in_stages,
             lossy=self.run.lossy,
             before=self._basis,
         )
@@ -356,6 +366,13 @@ class ExchangeSelector:
         given = [list(island) for island in self.plan.islands]
         return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
 
+    def _priced(self, links: Network) -> MessagePrice:
+        """Return the price of messages, measured once."""
+        if self._price_of_messages is None:
+            link, device = links.levels["all"], self.engine.device
+            self._price_of_messages = message_price(self.pump, link, device)
+        return self._price_of_messages
+
     def _profiled(self, step: int) -> tuple[ExchangeProfile, Rehearsal]:
         """Return the profile, measured once; compression errors are measured again while they are unknown."""
         if self._basis is not None and self._basis.profile.knows:
@@ -367,7 +384,7 @@ class ExchangeSelector:
 
 def _planned(plan: Plan, decision: Decision, basis: ChoiceBasis, cost: Cost) -> Plan:
     link = basis.links.levels.get("between", basis.links.levels["all"])
-    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()})"
+    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()}; {basis.price.show()})"
     line = decision.forecast
     times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
     return plan.model_copy(

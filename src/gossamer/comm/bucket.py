@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
+
+from gossamer.spec.errors import bad_input
+from gossamer.spec.row_range import RowRange, parts_of
 
 _LEAST_BYTES = 2**20  # of a bucket: smaller ones cost more in messages than they hide
 
@@ -97,3 +100,52 @@ def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int
             held = open_buckets[kind] = {}
         held[name] = tensor
     return (*done, *(Layout.of(held) for held in open_buckets.values() if held))
+
+
+def divided(tensors: Mapping[str, Tensor], *, bucket_bytes: int) -> dict[str, Tensor]:
+    """Return `tensors` with the row ranges of each that is as large as two buckets in its place, by their names.
+
+    They are as equal as can be, each at least a bucket and less than two of them, as far as rows are.
+    """
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        count = tensor.numel() * tensor.element_size() // bucket_bytes
+        if count < 2 or not tensor.dim() or tensor.shape[0] < 2:
+            found[name] = tensor
+        else:
+            rows = parts_of(name, tensor.shape[0], count)
+            found |= {one.name: tensor[one.start : one.stop] for one in rows}
+    return found
+
+
+def divided_as(tensors: Mapping[str, Tensor], buckets: Iterable[Sequence[str]]) -> dict[str, Tensor]:
+    """Return `tensors` with the row ranges that the buckets of a plan name in place of those that they divide.
+
+    Raise BadInput where the parts of a tensor are not all of its rows, each once, or where one shares a bucket.
+    """
+    parts = dict[str, list[RowRange]]()
+    for names in buckets:
+        for name in names:
+            if name in tensors or (part := RowRange.read(name)) is None or part.whole not in tensors:
+                continue
+            if len(names) > 1:
+                raise _refused(name, f"a bucket of {len(names)} tensors", "give each part a bucket of its own")
+            parts.setdefault(part.whole, []).append(part)
+    for whole, rows in parts.items():
+        rows.sort()
+        edges = [0, *(one.stop for one in rows)]
+        count = tensors[whole].shape[0] if tensors[whole].dim() else 1
+        if [one.start for one in rows] != edges[:-1] or edges[-1] != count or any(r.start >= r.stop for r in rows):
+            got = ", ".join(f"[{one.start}:{one.stop}]" for one in rows)
+            raise _refused(whole, f"the rows {got} of {count}", "name every row once, or the parameter as a whole")
+    found = dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        if name in parts:
+            found |= {one.name: tensor[one.start : one.stop] for one in parts[name]}
+        else:
+            found[name] = tensor
+    return found
+
+
+def _refused(name: str, got: str, do: str) -> Exception:
+    return bad_input(wanted=f"parts of {name} that are all of its rows", got=got, do=do, key="plan.buckets")

@@ -78,10 +78,10 @@ def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
 def largest(values: Tensor) -> Tensor:
     """Return the largest magnitude of each block of values (..., blocks, width), NaN where one is, as (..., blocks)."""
     # Two passes that only read. The largest of `abs` writes a third one, `aminmax` and the vector norm take ten times
-    # as long along a dimension. Magnitudes are ordered as their bits are, where NaN comes last.
-    most, least = values.amax(-1).abs_(), values.amin(-1).abs_()
-    torch.maximum(most.view(torch.int32), least.view(torch.int32), out=most.view(torch.int32))
-    return most
+    # as long along a dimension. Of two dimensions they take 0.8 of the time of three.
+    flat = values[0] if values.shape[0] == 1 else values
+    most = torch.maximum(flat.amax(-1), flat.amin(-1).neg_()).abs_()
+    return most if flat is values else most.unsqueeze(0)
 
 
 def inverse(of: Tensor, times: Tensor, small: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
+from gossamer.autotune.message_price import message_price
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe
@@ -76,7 +77,9 @@ class PassProfile:
         knows = bool(gathered(pump.channel, [float(is_finite)]).min() > 0)
         measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=knows)
         links = probe(pump.channel, seeks_islands=False)  # one group of ranks
-        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES)
+        device = next(iter(params.values())).device
+        price = message_price(pump, links.levels["all"], device)
+        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=price)
         decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES)
         link = links.levels["all"]
         said = f"{decision.reason} (links: {link.show()})"

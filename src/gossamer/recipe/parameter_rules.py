@@ -10,6 +10,7 @@ from gossamer.exchange import Exchange, codec, nested
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, MethodConfig, Written
 from gossamer.spec.parameter_rules import LAST_RESORT, PARTNER, ParameterRule, lines
+from gossamer.spec.row_range import whole_of
 from gossamer.spec.suggest import nearest
 
 _EXACT = "dense"  # inside an island: as the numbers are; and what serves a parameter that no line speaks of
@@ -20,18 +21,20 @@ class ParameterRules:
     """A list of rules that assign a method to each parameter by name; the first line that matches holds.
 
     A line of level `intra` or `inter` pairs with the first matching line of the other level: together they are one
-    Hierarchical exchange. A parameter that no line matches gets dense.
+    Hierarchical exchange. A parameter that no line matches gets dense. `parts`: names of parts of parameters that have
+    buckets of their own.
     """
 
     lines: tuple[ParameterRule, ...]
+    parts: tuple[str, ...] = ()
 
     @staticmethod
-    def read(written: Exchanges, *, key: str = "plan.exchange") -> ParameterRules:
+    def read(written: Exchanges, *, key: str = "plan.exchange", parts: tuple[str, ...] = ()) -> ParameterRules:
         """Build every line once, so that errors in a line that matches nothing are found too; raise BadInput.
 
         `written`: one exchange for all parameters, or lines [pattern, level, exchange].
         """
-        found = ParameterRules(lines(written, key=key))
+        found = ParameterRules(lines(written, key=key), parts)
         for line in found.lines:
             if line.level == "intra":
                 found._join(_EXACT, line)
@@ -62,8 +65,13 @@ class ParameterRules:
         return self._build(self._serving(name))
 
     def by_name(self, names: Iterable[str]) -> dict[str, Exchange]:
-        """Return the exchange of every parameter; raise BadInput for a line that serves none of them."""
-        serving = {name: self._serving(name) for name in names}
+        """Return the exchange of every parameter, and of the parts of them that have buckets of their own.
+
+        Raise BadInput for a line that serves none of them.
+        """
+        wanted = dict.fromkeys(names)
+        wanted |= dict.fromkeys(part for part in self.parts if whole_of(part) in wanted)
+        serving = {name: self._serving(name) for name in wanted}
         self._check_used(list(serving), {line for those in serving.values() for line in those})
         built = {those: self._build(those) for those in dict.fromkeys(serving.values())}
         return {name: built[those] for name, those in serving.items()}

@@ -20,6 +20,7 @@ from gossamer.saver import Saver
 from gossamer.sharding import RowPartition, Sharding
 from gossamer.spec.config import PlanSection
 from gossamer.spec.plan import Plan
+from gossamer.spec.row_range import parts_in
 from gossamer.sync import Sync
 
 AUTO = "auto"
@@ -56,7 +57,9 @@ class PlanMethods:
             plan=plan,
             sync=sync_methods.build(EVERY_STEP if plan.sync == AUTO else plan.sync, key="plan.sync"),
             sharding=sharding_methods.build(plan.sharding, key="plan.sharding"),
-            exchange=ParameterRules.read(ALL_REDUCE if plan.exchange == AUTO else plan.exchange),
+            exchange=ParameterRules.read(
+                ALL_REDUCE if plan.exchange == AUTO else plan.exchange, parts=parts_in(plan.buckets)
+            ),
             schedule=Recomputed(order) if again else order,
             activation=tuple(activation.build(one, key="plan.activation_compression") for one in each),
             savers=savers,

@@ -9,6 +9,7 @@ from typing import Any
 from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.row_range import whole_of
 from gossamer.spec.suggest import nearest
 
 LEVELS = ("all", "intra", "inter")
@@ -26,8 +27,11 @@ class ParameterRule:
     key: str
 
     def matches(self, name: str) -> bool:
-        """Return whether the pattern, a regular expression, is found anywhere in the parameter name."""
-        return re.search(self.pattern, name) is not None
+        """Return whether the pattern, a regular expression, is found anywhere in the name of a parameter or of a part.
+
+        What matches a parameter matches its parts.
+        """
+        return any(re.search(self.pattern, one) is not None for one in {name, whole_of(name)})
 
     @property
     def method_key(self) -> str:

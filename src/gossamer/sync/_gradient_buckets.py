@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout, partition
+from gossamer.comm.bucket import Bucket, Layout, divided_as, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared, squared_of
 from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
+from gossamer.spec.row_range import RowRange, whole_of
 from gossamer.sync._state_by_name import refilled, state_by_name
 
 
@@ -68,7 +69,8 @@ class GradientBuckets:
     """The buckets that hold the gradients of one rank's parameters: each `.grad` is a view of one.
 
     `holdings`: what this rank holds, by parameter; of one without an entry all ranks hold all. `gives_back`: buckets
-    are allocated while gradients are made and sent only. `fill` must be called first.
+    are allocated while gradients are made and sent only. `replace_buckets` must be called first. The buckets of a
+    divided parameter are row ranges of one buffer, so that autograd writes its gradient once.
     """
 
     def __init__(
@@ -83,18 +85,50 @@ class GradientBuckets:
         self._elsewhere = frozenset(name for name, one in holdings.items() if not one.counts)
         self._holdings, self._gives_back = holdings, gives_back
         self.slots: list[BucketState] = []
-        self.index_of: dict[str, int] = {}  # of the bucket that holds a parameter
+        self.numbers_of: dict[str, tuple[int, ...]] = {}  # the numbers of the buckets that hold a parameter
+        self._whole: dict[str, Bucket] = {}  # the buffers of divided parameters
 
     def replace_buckets(self, cut: list[tuple[Layout, Exchange]]) -> None:
-        """Replace the buckets by those of `cut`, with the first state of their exchanges."""
+        """Replace the buckets by those of `cut`, with the first state of their exchanges.
+
+        Raises BadInput for a divided parameter whose rows ranks own, or whose bucket is given back.
+        """
+        parts = [part for layout, _ in cut if (part := _part(layout, self.params)) is not None]
+        if parts and (self._gives_back or not self.is_whole):
+            raise bad_input(
+                wanted="whole parameters in the buckets, as their gradients are sharded or given back",
+                got=parts[0].name,
+                do="name the parameter, or leave plan.buckets out",
+                key="plan.buckets",
+            )
         self.slots.clear()  # the old buffers go before the new ones come
+        self._whole.clear()
+        self._whole |= {name: Layout.of({name: self.params[name]}).allocate() for name in {p.whole for p in parts}}
         self.slots.extend(self._slot(layout, one) for layout, one in cut)
-        self.index_of = {e.name: i for i, s in enumerate(self.slots) for e in s.layout.entries}
+        held = dict[str, tuple[int, ...]]()
+        for index, slot in enumerate(self.slots):
+            for name in self._names(slot):
+                held[name] = (*held.get(name, ()), index)
+        self.numbers_of = held
 
     def _slot(self, layout: Layout, exchange: Exchange) -> BucketState:
+        part = _part(layout, self.params)
+        if part is not None:
+            rows = Bucket(layout, self._rows(self._whole[part.whole].flat, part))
+            return BucketState(layout, exchange, exchange.init(layout), rows, layout)
         mine = Layout.of({e.name: self._owned(e.name, self.params[e.name]) for e in layout.entries})
         bucket = None if self._gives_back else layout.allocate()
         return BucketState(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
+
+    def _rows(self, flat: Tensor, part: RowRange) -> Tensor:
+        """Return the rows `part` of a divided parameter's flat buffer, flat."""
+        each = flat.numel() // self.params[part.whole].shape[0]
+        return flat[part.start * each : part.stop * each]
+
+    def _names(self, slot: BucketState) -> tuple[str, ...]:
+        """Return the parameters that a bucket holds, or of which it holds a part."""
+        part = _part(slot.layout, self.params)
+        return tuple(e.name for e in slot.layout.entries) if part is None else (part.whole,)
 
     def adopt_views(self) -> None:
         """Make each `.grad` a view of its bucket, or None where that is not allocated."""
@@ -104,8 +138,12 @@ class GradientBuckets:
     def adopt(self, slot: BucketState) -> None:
         """Make the `.grad` of one bucket's parameters views of it, or None where it is not allocated."""
         views = dict(slot.bucket.slices()) if slot.bucket is not None else {}
-        for entry in slot.layout.entries:
-            self.params[entry.name].grad = views.get(entry.name)
+        for name in self._names(slot):
+            self.params[name].grad = self._view(name) if name in self._whole else views.get(name)
+
+    def _view(self, name: str) -> Tensor:
+        """Return the gradient of a divided parameter."""
+        return self._whole[name].flat.view(self.params[name].shape)
 
     def give_back(self, slot: BucketState, method: Rounds) -> Rounds:
         """Free a bucket that `method` sends; return the rounds, whose mean is the part that this rank owns."""
@@ -132,6 +170,7 @@ class GradientBuckets:
         part that this rank owns. Those that tiers have taken over are left out.
         """
         views = {name: view for s in self.slots for name, view in self._known(s)}
+        views |= {name: self._view(name) for name in self._whole}
         return {name: views[name] for name in self.params if name in views}
 
     def _known(self, slot: BucketState) -> Iterator[tuple[str, Tensor]]:
@@ -144,7 +183,12 @@ class GradientBuckets:
 
     def sent(self) -> dict[str, Tensor]:
         """Return this rank's own gradients as it gave them to the exchange, where they are kept."""
-        return {name: view for s in self.slots if s.own is not None for name, view in s.own.slices()}
+        views = {name: view for s in self.slots if s.own is not None for name, view in s.own.slices()}
+        for name in self._whole:
+            parts = sorted((part, one) for one in views if (part := RowRange.read(one)) and part.whole == name)
+            if parts:
+                views[name] = torch.cat([views.pop(one) for _, one in parts])
+        return views
 
     def flats(self) -> list[Tensor]:
         """Return the buffers that are allocated now."""
@@ -166,7 +210,7 @@ class GradientBuckets:
         elsewhere = self._elsewhere if level == "all" else frozenset()
         counted: list[Tensor] = []
         for slot in self.slots:
-            mine = [view for name, view in self._known(slot) if name not in elsewhere]
+            mine = [view for name, view in self._known(slot) if self._param(name) not in elsewhere]
             counted += slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
         return global_norm_squared(counted).item() if counted else 0.0
 
@@ -180,8 +224,12 @@ class GradientBuckets:
         none = frozenset(self.params) - touched
         for slot in self.slots if none else ():
             if any(True for _ in slot.state.flatten()):  # what it keeps from step to step it may give out now
-                none -= {name for name, view in self._known(slot) if name in none and bool(view.any())}
+                none -= {self._param(one) for one, view in self._known(slot) if self._param(one) in none and view.any()}
         return none
+
+    def _param(self, name: str) -> str:
+        """Return the parameter of which `name` is the name, or that of a part."""
+        return name if name in self.params else whole_of(name)
 
     def commit(self) -> None:
         """Make the exchanges' new states current."""
@@ -195,16 +243,36 @@ class GradientBuckets:
             slot.outcome = None
 
     def states(self) -> dict[str, Tensor]:
-        """Return the state of all exchanges, by "path@parameter"."""
+        """Return the state of all exchanges, by "path@parameter".
+
+        What the parts of a parameter keep of every row is one tensor of the parameter's shape, whatever the parts: it
+        is 0 in the rows of which nothing is kept.
+        """
         found: dict[str, Tensor] = {}
         for slot in self.slots:
-            found.update(state_by_name(slot.layout, slot.state))
+            states, part = state_by_name(slot.layout, slot.state), _part(slot.layout, self.params)
+            for path in () if part is None else _by_row(slot):
+                assert part is not None
+                rows, shape = states.pop(f"{path}@{part.name}"), self.params[part.whole].shape
+                whole = found.setdefault(f"{path}@{part.whole}", torch.zeros(shape, dtype=rows.dtype).to(rows.device))
+                whole[part.start : part.stop] = rows
+            found.update(states)
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
         for slot in self.slots:
-            slot.state = refilled(slot.layout, slot.state, states)
+            part = _part(slot.layout, self.params)
+            own = (
+                {}
+                if part is None
+                else {
+                    f"{path}@{part.name}": states[f"{path}@{part.whole}"][part.start : part.stop]
+                    for path in _by_row(slot)
+                    if states
+                }
+            )
+            slot.state = refilled(slot.layout, slot.state, {**states, **own})
 
     def carry_over(self, held: Mapping[str, Tensor]) -> None:
         """Load those of the states `held` by the buckets before that have the same name and size, and residuals."""
@@ -218,11 +286,12 @@ class GradientBuckets:
         for slot in self.slots:
             if not has_residual(slot.exchange):
                 continue
-            for name in (e.name for e in slot.layout.entries):
-                if not has_residual(exchanges[name]):
+            for name in self._names(slot):
+                without = next((one for one in _serving(name, exchanges) if not has_residual(one)), None)
+                if without is not None:
                     raise bad_input(
                         wanted=f"an exchange with error feedback for {name}, which has a residual to send",
-                        got=repr(exchanges[name]),
+                        got=repr(without),
                         do="wrap that exchange in error_feedback ({error_feedback: dense} sends the residual at once)",
                     )
 
@@ -236,9 +305,12 @@ def buckets_of(
 ) -> list[tuple[Layout, Exchange]]:
     """Return the buckets in the order of sending, each with its exchange; none mixes two exchanges, types or devices.
 
-    `named`: the parameters of each bucket of a plan, in the order of sending. Those that are in none follow, in the
-    order backward fills them, in buckets of at most `bucket_bytes`.
+    `named`: the parameters of each bucket of a plan, in the order of sending, or one row range of a parameter. Those
+    that are in none follow, in the order backward fills them, in buckets of at most `bucket_bytes`. A part of which
+    `exchanges` says nothing has that of its parameter. Raises BadInput where parts are not all of a parameter's rows.
     """
+    params = divided_as(params, named)
+    exchanges = {name: exchanges.get(name) or exchanges[whole_of(name)] for name in params}
     planned = _planned(params, exchanges, named)
     there = {entry.name for layout, _ in planned for entry in layout.entries}
     return planned + _filled({n: p for n, p in params.items() if n not in there}, exchanges, bucket_bytes=bucket_bytes)
@@ -265,6 +337,24 @@ def _filled(
     found = [(layout, one) for one, held in groups.items() for layout in partition(held, bucket_bytes=bucket_bytes)]
     position = {name: i for i, name in enumerate(params)}
     return sorted(found, key=lambda item: -min(position[e.name] for e in item[0].entries))
+
+
+def _part(layout: Layout, params: Mapping[str, Tensor]) -> RowRange | None:
+    """Return the row range that a bucket holds; None for one of whole parameters."""
+    name = layout.entries[0].name
+    return None if name in params else RowRange.read(name)
+
+
+def _serving(name: str, exchanges: Mapping[str, Exchange]) -> list[Exchange]:
+    """Return the exchanges of a parameter's parts, where these have any of their own, else the parameter's."""
+    parts = [one for part, one in exchanges.items() if part != name and whole_of(part) == name]
+    return parts or [exchanges[name]]
+
+
+def _by_row(slot: BucketState) -> list[str]:
+    """Return the paths of what the exchange of a bucket keeps for each of its numbers."""
+    numel = slot.layout.numel
+    return [path for path, tensor in slot.state.flatten() if "@" not in path and tensor.shape == (numel,)]
 
 
 def _keeping(state: ExchangeState, method: Rounds) -> Rounds:

@@ -40,7 +40,8 @@ class GradientReducer:
     view of a flat bucket, so autograd writes a gradient once and the exchange sends it from there. `holdings`: by
     parameter, the rows whose mean this rank receives and counts in the norm; of one without an entry all ranks hold all
     rows. `meets`: the level the exchange must serve, where it is not `all`; each StepContext names the level of its
-    step. `buckets`: the parameters of each bucket, in the order of sending; others get buckets of `bucket_bytes`.
+    step. `buckets`: the parameters of each bucket, in the order of sending, or one row range of a
+    parameter (`spec.row_range`); others get buckets of `bucket_bytes`.
     `turns`: the bucket of each turn of the communication thread. Raise BadInput where an exchange cannot serve its
     buckets or these process groups.
 
@@ -286,7 +287,8 @@ class GradientReducer:
 
     def _allocate(self, name: str) -> None:
         """Allocate the bucket of a parameter that is about to get its first gradient."""
-        self._there(self._buckets.index_of[name])
+        for index in self._buckets.numbers_of[name]:
+            self._there(index)
 
     def _there(self, index: int) -> Bucket:
         """Return the bucket, allocated at its first gradient or before it is sent."""
@@ -311,11 +313,11 @@ class GradientReducer:
         self._touched.add(name)
         if not self._watching:
             return
-        index = self._buckets.index_of[name]
-        slot = self._slots[index]
-        slot.waits -= 1
-        if slot.waits == 0:
-            self._send(index)
+        for index in self._buckets.numbers_of[name]:
+            slot = self._slots[index]
+            slot.waits -= 1
+            if slot.waits == 0:
+                self._send(index)
 
     def _send(self, index: int) -> None:
         slot, window, bucket = self._slots[index], self._window, self._there(index)

@@ -13,6 +13,7 @@ from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_isla
 from gossamer.plan.exchange.choose import Decision, choose, choose_uniform
 from gossamer.plan.exchange.measurements import (
     BucketMeasurements,
+    MessagePrice,
     Option,
     PricedMessage,
     StepMeasurements,
@@ -42,6 +43,7 @@ __all__ = [
     "Decision",
     "StepMeasurements",
     "StepTimes",
+    "MessagePrice",
     "Option",
     "PricedMessage",
     "SendSchedule",

@@ -52,6 +52,9 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate("star", "star", lossy=False, hub=True),
     Candidate("block_sparse", "sparse all-reduce", lossy=False, most_occupied=0.5),
     Candidate({"two_shot": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 two-shot", lossy=False),
+    Candidate(
+        {"recursive_doubling": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 recursive doubling", lossy=False
+    ),
     Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
     Candidate(_fed_back({"acp_sgd": {"rank": 48}}), "ACP-SGD rank 48", least_numel=1 << 14),

@@ -15,6 +15,7 @@ from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waite
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges
+from gossamer.spec.row_range import whole_of
 from gossamer.spec.units import show_bytes, show_seconds
 
 WORTH = 0.05  # of a step: the least saving that is worth a word, or a change of how often ranks synchronize
@@ -149,15 +150,24 @@ def _options(mixture: Mixture) -> list[Option]:
 
 def _written(mixture: Mixture, candidates: Sequence[Candidate]) -> Exchanges:
     """Return one exchange, or rules: patterns of names for all candidates but the most common, which gets the rest."""
-    picked, buckets = mixture.picked, mixture.facts.buckets
+    picked = mixture.picked
     kinds = sorted(set(picked), key=lambda c: sum(p == c for p in picked)) or [0]  # of no bucket: as they are
     if len(kinds) == 1:
         return candidates[kinds[0]].written
     rules = []
     for c in kinds[:-1]:
-        names = [re.escape(n) for b, p in zip(buckets, picked, strict=True) if p == c for n in b.names]
+        names = [re.escape(n) for n in _names_of(mixture, c)]
         rules.append((f"^({'|'.join(names)})$", "all", candidates[c].written))
     return [*rules, (".*", "all", candidates[kinds[-1]].written)]
+
+
+def _names_of(mixture: Mixture, c: int) -> list[str]:
+    """Return the names in the buckets of candidate `c`: of parts that all are among them, that of their parameter."""
+    served = dict[str, set[int]]()  # by parameter: the candidates of its parts
+    each = [(name, p) for b, p in zip(mixture.facts.buckets, mixture.picked, strict=True) for name in b.names]
+    for name, p in each:
+        served.setdefault(whole_of(name), set()).add(p)
+    return list(dict.fromkeys(whole_of(n) if served[whole_of(n)] == {c} else n for n, p in each if p == c))
 
 
 def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candidate]) -> str:

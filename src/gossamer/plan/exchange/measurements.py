@@ -10,8 +10,28 @@ from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.comm.meter import sent_bytes
 from gossamer.spec.errors import bad_input
 from gossamer.spec.network import Network
+from gossamer.spec.units import show_seconds
 
 _NEAR = "island"  # the level whose messages do not cross the links between islands
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePrice:
+    """What messages cost a rank's processors beside encoding: hand-offs between threads, and the transport's own work.
+
+    `start_s` of a message, `byte_s` more of each byte that a rank sends.
+    """
+
+    start_s: float = 0.0
+    byte_s: float = 0.0
+
+    def of(self, nbytes: int) -> float:
+        """Return the processor seconds of a message; of one that carries nothing, none."""
+        return self.start_s + self.byte_s * nbytes if nbytes else 0.0
+
+    def show(self) -> str:
+        """Return the price of a message for the user."""
+        return f"{show_seconds(self.start_s)} of processor time a message"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +39,15 @@ class PricedMessage:
     """The price of one message: `busy_s` of bytes on `link`, in `hops` that wait for one another for `latency_s` each.
 
     Bytes on a link follow one another. Latencies pass beside each other and beside the bytes of other messages: while a
-    hop is on its way, the link carries hops of others.
+    hop is on its way, the link carries hops of others. `start_s`: of the rank's processors, where they are shared with
+    the backward pass as those of encoding are.
     """
 
     busy_s: float
     latency_s: float = 0.0
     link: str = "all"
     hops: int = 1
+    start_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -56,6 +78,12 @@ class Option:
     def cpu_s(self) -> float:
         """Return the seconds of encoding and decoding."""
         return sum(self.turns_s)
+
+    @property
+    def thread_s(self) -> tuple[float, ...]:
+        """Return by turn what it takes of the communication thread: encoding, and the message behind it."""
+        started = (turn + one.start_s for turn, one in zip(self.turns_s, self.messages, strict=False))
+        return (*started, self.turns_s[-1])
 
     @property
     def wire_s(self) -> float:
@@ -122,13 +150,16 @@ def check_finite(name: str, value: float, where: str = "") -> None:
         raise bad_input(wanted=f"a finite {name}", got=f"{value:g}{where}", do=do, key="plan.exchange")
 
 
+_FREE = MessagePrice()
+
+
 def priced(
-    per_rank: Mapping[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network
+    per_rank: Mapping[int, tuple[Traffic, ...]], levels: ProcessGroups, links: Network, price: MessagePrice = _FREE
 ) -> tuple[tuple[PricedMessage, ...], int]:
     """Return the prices of an exchange's messages, and the bytes of the rank that sends most.
 
     `per_rank`: the messages of every rank, or of some that send or receive as much as any. All ranks send at the same
-    time; the rank that sends or receives most counts.
+    time; the rank that sends or receives most counts. `price`: what a message takes of a rank's processors.
     """
     found, rounds = list[PricedMessage](), len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
@@ -139,7 +170,7 @@ def priced(
         link = links.levels.get(one.level) or links.levels["all"]
         ranks = max(len(group) for group in levels.groups[one.level])
         latency_s, where = link.latency_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
-        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, _hops(one, ranks)))
+        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, _hops(one, ranks), price.of(most)))
         total = {rank: total[rank] + moved[rank][0] for rank in total}
     return tuple(found), max(total.values())
 

@@ -47,7 +47,7 @@ class SendSchedule:
 def job_of(ready_s: float, option: Option) -> Job:
     """Return the turns and messages of one bucket, full after `ready_s` of the backward pass."""
     messages = tuple((one.link, one.busy_s, one.latency_s, one.hops) for one in option.messages)
-    return ready_s, option.turns_s, messages
+    return ready_s, option.thread_s, messages
 
 
 def schedule(facts: StepMeasurements, chosen: Sequence[Option]) -> SendSchedule:

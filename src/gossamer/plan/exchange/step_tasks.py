@@ -27,7 +27,7 @@ def tasks_of_step(
 def _tasks(facts: StepMeasurements, chosen: Sequence[Option], scheduled: SendSchedule) -> Iterator[TimedTask]:
     yield TimedTask(compute(0), facts.backward_s)
     slowed, most = iter(scheduled.slowed_s), most_hops(len(chosen))
-    taken, hops = [0] * len(chosen), [0] * len(chosen)
+    taken, hops, turns_s = [0] * len(chosen), [0] * len(chosen), [one.thread_s for one in chosen]
     latest: list[tuple[int, ...]] = [()] * len(chosen)  # the task of each bucket that its next one waits for
     for number, event in enumerate(scheduled.events, 1):
         bucket = event if event >= 0 else ~event
@@ -35,7 +35,7 @@ def _tasks(facts: StepMeasurements, chosen: Sequence[Option], scheduled: SendSch
         if event >= 0:
             slow, begins = next(slowed), None if turn else Part(_BACKWARD, facts.buckets[bucket].ready_s)
             stolen = Part(_BACKWARD, slow) if slow else None
-            yield TimedTask(_THREAD, option.turns_s[turn] + slow, latest[bucket], begins=begins, steals=stolen)
+            yield TimedTask(_THREAD, turns_s[bucket][turn] + slow, latest[bucket], begins=begins, steals=stolen)
             taken[bucket], hops[bucket] = turn + 1, 0
         else:
             one = option.messages[turn - 1]

@@ -10,6 +10,7 @@ import torch
 
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged
+from gossamer.spec.row_range import RowRange
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 from gossamer.sync import GradientReducer
 
@@ -38,14 +39,17 @@ class SavedExchanges(Stateful):
     @torch.no_grad()
     def restore(self, source: StateSource) -> str:
         former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
-        names = list(self.replica.states())
-        held = {n: source.versions(f"exchange/{n}") for n in names}
+        now = self.replica.states()
+        held = {n: source.versions(f"exchange/{n}") for n in now}
+        anew = {n: t for n, t in now.items() if not held[n] and RowRange.read(n.partition("@")[2]) is not None}
+        names = [n for n in now if n not in anew]  # what is kept of each row is there, whatever the parts were
+        held = {n: held[n] for n in names}
         if former == ranks and all(rank in versions for versions in held.values()):
-            self.replica.restore({n: source.read_whole(f"exchange/{n}", rank) for n in names})
+            self.replica.restore({**anew, **{n: source.read_whole(f"exchange/{n}", rank) for n in names}})
             return ""
         there = former > 1 and all(versions == tuple(range(former)) for versions in held.values())
         if there and self.residuals == "redistribute":
-            self.replica.restore({n: merged(source, f"exchange/{n}", former, ranks) for n in names})
+            self.replica.restore({**anew, **{n: merged(source, f"exchange/{n}", former, ranks) for n in names}})
             return f"resumed on {ranks} ranks a checkpoint of {former} ranks: exchange residuals were merged"
         why = "residuals_on_resume reset" if there else "not stored here for every rank, or of another exchange"
         return f"exchange residuals start anew ({why})" if names else ""

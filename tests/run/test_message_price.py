@@ -1,0 +1,103 @@
+"""What a message costs beside its encoding: measured through the communication thread, and counted by the clock."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gossamer.autotune.message_price import message_price
+from gossamer.comm.channel import Channel
+from gossamer.comm.channel.local import LocalChannel
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.plan.exchange import (
+    BucketMeasurements,
+    Calibration,
+    Candidate,
+    MessagePrice,
+    Option,
+    PricedMessage,
+    StepMeasurements,
+    StepTimes,
+    choose,
+    priced,
+    schedule,
+)
+from gossamer.spec.network import Link, Network
+
+LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
+EXACT = (Candidate("dense", "all-reduce", lossy=False),)
+
+
+def measured(channel: Channel) -> MessagePrice:
+    pump = CommThread(channel)
+    try:
+        return message_price(pump, LINK, torch.device("cpu"))
+    finally:
+        pump.close()
+
+
+def test_all_ranks_find_the_same_price_and_it_is_not_nothing() -> None:
+    with ThreadPoolExecutor(3) as ranks:
+        found = list(ranks.map(measured, LocalChannel.world(3, ProcessGroups.flat(3), patience_s=30.0)))
+    assert found[0] == found[1] == found[2]
+    assert 0 < found[0].start_s < 1.0 and 0 <= found[0].byte_s < 1e-6
+    assert "a message" in found[0].show()
+
+
+def test_a_rank_that_is_alone_sends_nothing() -> None:
+    (channel,) = LocalChannel.world(1)
+    assert measured(channel) == MessagePrice()
+
+
+def test_each_message_that_carries_something_has_its_price() -> None:
+    links = Network(islands=((0, 1),), levels={"all": LINK})
+    traffic = (Traffic(Collective.SUM, 1000, 4), Traffic(Collective.GATHER, 0, 1))
+    messages, _ = priced(dict.fromkeys((0, 1), traffic), ProcessGroups.flat(2), links, MessagePrice(1e-3, 1e-6))
+    assert [one.start_s for one in messages] == pytest.approx([1e-3 + 4000e-6, 0.0])
+
+
+def cut(buckets: int, start_s: float, *, wire_s: float = 0.02, stolen: float = 1.0) -> StepMeasurements:
+    """Equal buckets of a backward pass of one second, whose messages keep the link busy for `wire_s` in all."""
+    message = PricedMessage(wire_s / buckets, start_s=start_s)
+    option = Option((0.0, 0.0), (message,), 8, 0.0)
+    made = (BucketMeasurements((f"w{b}",), 1, (b + 1) / buckets, 0.0, (option,)) for b in range(buckets))
+    return StepMeasurements(tuple(made), compute_s=1.5, backward_s=1.0, stolen=stolen)
+
+
+def test_the_backward_pass_is_longer_by_what_messages_take_of_its_processor() -> None:
+    """Of 50 buckets all but the last are sent while it runs; the last one's start is waited for."""
+    free, dear = (cut(50, start_s) for start_s in (0.0, 2e-3))
+    steps = [schedule(one, [b.option(0) for b in one.buckets]).step_s for one in (free, dear)]
+    assert steps[1] - steps[0] == pytest.approx(50 * 2e-3, rel=1e-6)
+    beside = cut(50, 2e-3, stolen=0.0)  # with a processor of their own
+    assert schedule(beside, [b.option(0) for b in beside.buckets]).step_s == pytest.approx(steps[0] + 2e-3)
+
+
+def test_dear_messages_make_buckets_few_and_cheap_ones_make_them_small() -> None:
+    """50 buckets save 20 ms of waiting against 2, and cost 48 messages more."""
+    for start_s, count in ((1e-5, 50), (2e-3, 2)):
+        cuts = [cut(buckets, start_s, wire_s=0.2) for buckets in (50, 2)]
+        assert len(choose(*cuts, lossy=False, candidates=EXACT).buckets) == count, start_s
+
+
+def test_a_code_of_two_messages_is_left_where_these_cost_more_than_it_saves() -> None:
+    harsh = Candidate({"error_feedback": {"two_shot": "int8"}}, "int8")
+    for start_s, written in ((1e-4, harsh.written), (0.02, "dense")):
+        dense = Option((0.0, 0.0), (PricedMessage(0.02, start_s=start_s),), 8, 0.0)
+        coded = Option((0.0,) * 3, (PricedMessage(1e-3, start_s=start_s),) * 2, 2, 1e-4)
+        bucket = BucketMeasurements(("w",), 1, 0.1, 1.0, (dense, coded))
+        facts = StepMeasurements((bucket,), compute_s=0.2, backward_s=0.1, stolen=1.0)
+        assert choose(facts, lossy=True, candidates=(*EXACT, harsh)).written == written
+
+
+def test_what_messages_take_is_not_put_down_to_computing_or_encoding() -> None:
+    """A step that takes what its messages' price says is as it was measured: nothing is corrected."""
+    facts, picked = cut(20, 2e-3), (0,) * 20
+    found = Calibration.fit(facts, picked, StepTimes.forecast(facts, picked))
+    assert (found.compute, found.encode, found.messages) == pytest.approx((1.0, 1.0, 1.0))
+    without = replace(facts, buckets=cut(20, 0.0).buckets)
+    assert Calibration.fit(without, picked, StepTimes.forecast(facts, picked)).compute > 1.02
