@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from gossamer.model.adapter import merge
 from gossamer.model.origin import origin_of
 from gossamer.prune import apply_masks, build, prune
+from gossamer.recipe import check as recipe_check
 from gossamer.run.checkpoint import read_model
-from gossamer.spec.config import ModelSection
+from gossamer.spec.config import ModelSection, RunConfig
+from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
 from gossamer.store.start_folder import StartContent, start_state, write_start
 from pool import Pool
 from run.adapter_jobs import HEADS, SIZES, by_peft
@@ -77,6 +80,16 @@ def test_every_layout_keeps_the_zeros(
     given = {"base": "llama", "adapter": adapter, "folder": str(tmp_path), "steps": STEPS, "sections": sections}
     pool.run("run.adapter_jobs:train", ranks, **given)
     check(tmp_path, start, adapter)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", {"by_pattern": {"inner": "adamw"}}])
+def test_scales_that_would_decay_are_refused(optimizer: Any) -> None:
+    given = {"model": {"hf": "llama", "adapter": "scale_lora"}, "train": {"optimizer": optimizer}}
+    plan = Plan(rows=(64,), microbatches=(1,))
+    with pytest.raises(BadInput, match=r"train\.optimizer: wanted no weight decay with model\.adapter scale_lora"):
+        recipe_check(RunConfig.model_validate(given), plan)
+    given["model"]["adapter"] = "mask_lora"
+    recipe_check(RunConfig.model_validate(given), plan)
 
 
 def test_it_is_resumed_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: Any) -> None:

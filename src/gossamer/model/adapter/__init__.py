@@ -64,12 +64,14 @@ class Adapter(ABC):
     empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
     quantized blocks. `keeps_masks`: the merged weights keep the zeros that the masks of a start folder say.
     quantized blocks. `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
+    `is_scale`: its matrices multiply weights, so that they must not decay.
     """
 
     targets: tuple[str, ...]
     takes_blocks: ClassVar[bool] = False
     keeps_masks: ClassVar[bool] = False
     replaces_layers: ClassVar[bool] = False
+    is_scale: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, paths: Sequence[str]) -> Any:

@@ -27,11 +27,12 @@ from gossamer.model.adapter.lora import lora_config
 
 @dataclass(frozen=True)
 class ScaleLora(Adapter):
-    """ScaleLoRA. Weight decay would draw V to 0: train without it."""
+    """ScaleLoRA. Weight decay would draw V to 0, and is refused."""
 
     rank: int = 16
     targets: tuple[str, ...] = ()
     keeps_masks: ClassVar[bool] = True
+    is_scale: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_rank(self.rank, 0.0)

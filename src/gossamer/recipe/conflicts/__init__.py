@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from gossamer.recipe.conflicts import (
     adaptation,
+    adapters,
     adversarial,
     distillation,
     exchange,
@@ -67,6 +68,7 @@ LAWS: tuple[Law, ...] = (
     optimizer.average_with_differences,
     optimizer.one_clip_with_stages,
     optimizer.one_clip_with_sync,
+    adapters.decay_with_scales,
     verification.verification_with_replicas,
     adversarial.adversarial_with_layout,
     adversarial.adversarial_with_training,
