@@ -8,8 +8,8 @@ Each row is a point of the grid: a model, what its device is faster by, the bits
 seconds that a small message takes. `auto_s` is a step with what auto chooses from the same measurements as in a run;
 `best_uniform_s` that of the best of all candidates allowed, each alone in buckets of 1, 4, 16 or 25 MiB, of a quarter
 of the gradients, or of all. Both are timed by the independent simulator (`auto/simulator.py`), which shares no
-code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number
-of ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
+code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself
+forecasts. Encoding is timed on this machine, for each number of ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
 
 `behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
 10% off the simulated step; `worst`: the point that is furthest behind. `choose_s`: seconds of the slowest choice.
