@@ -8,8 +8,9 @@ Each row is a point of the grid: a model, what its device is faster by, the bits
 seconds that a small message takes. `auto_s` is a step with what auto chooses from the same measurements as in a run;
 `best_uniform_s` that of the best of all candidates allowed, each alone in buckets of 1, 4, 16 or 25 MiB, of a quarter
 of the gradients, or of all. Both are timed by the independent simulator (`auto/simulator.py`), which shares no
-code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number
-of ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
+code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself
+forecasts. Encoding is timed on this machine, for each number of ranks; gradients are Gaussian, and become ready in
+proportion to their size, the last parameter first.
 
 `behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
 10% off the simulated step; `worst`: the point that is furthest behind. `choose_s`: seconds of the slowest choice.
@@ -39,14 +40,14 @@ from auto.simulator import Job, Link, Message, gather, ring, shuffle, simulate
 from gossamer.autotune import exchange_profile
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
-from gossamer.comm.bucket import Layout, divided_as, partition
+from gossamer.comm.bucket import Layout, partition
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.plan.exchange import CANDIDATES, Candidate, MessagePrice, StepMeasurements, choose
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec import network
-from gossamer.spec.row_range import parts_in
+from gossamer.spec.row_range import RowRange
 from result import publish
 
 RANKS = (2, 3, 4, 8, 16, 64, 256, 1024)
@@ -254,8 +255,12 @@ class Point:
 
     def job(self, names: Sequence[str], ready_s: float, c: int) -> Job:
         """Return the job of a bucket that auto has made."""
-        params = divided_as(self.shape.params, [names]) if parts_in([names]) else self.shape.params
-        return self._job(Layout.of({n: params[n] for n in names}), ready_s, CANDIDATES[c])
+        return self._job(Layout.of({n: self._tensor(n) for n in names}), ready_s, CANDIDATES[c])
+
+    def _tensor(self, name: str) -> Tensor:
+        """Return a parameter, or the rows of one that `name` names."""
+        part = RowRange.read(name)
+        return self.shape.params[name] if part is None else self.shape.params[part.whole][part.start : part.stop]
 
     def _job(self, where: Layout, ready_s: float, candidate: Candidate) -> Job:
         exchange, levels = ParameterRules.single(candidate.written), self.profile.pump.channel.levels

@@ -127,6 +127,9 @@ def described(asked: argparse.Namespace) -> dict[str, Any]:
         "wire_bytes": "sent by rank 0 per step; ours: payload as metered, peers: as its interface counts",
         "exposed_share": "ours: waiting for the wire after backward; peers: beyond a step that sends nothing",
         "loss of peers": "that of the exchange of ours with the same mathematics; null where there is none",
+        "floor_s": "auto: a step without exchange, and what its plan says before step 1 that no order hides: "
+        "processor time of codes and messages beside backward, the last bucket's encoding, way and decoding",
+        "share_at_floor": "share_of_unthrottled of a step of floor_s",
         "unshaped": f"rows at rate {UNSHAPED!r} are on links that are not shaped",
     }
     return {**model, "data": setting.DATA, **{k: getattr(asked, k) for k in told}, "definitions": definitions}

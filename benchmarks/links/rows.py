@@ -113,6 +113,10 @@ def _row(some: Rounds, free: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": max(r["peak_bytes"] for r in good),
     }
     last = good[-1]
+    alone_s, unhidden_s = free["no_exchange_step_s"], last.get("forecast", {}).get("unhidden_s", 0.0)
+    if alone_s and unhidden_s:  # what was computed before the first step, and what a host alone takes
+        row |= {"floor_s": round(alone_s + unhidden_s, 4)}
+        row |= {"share_at_floor": round(free["step_s"] / row["floor_s"], 4)}
     row |= {k: last[k] for k in ("exchange", "sync", "because", "version") if k in last}
     others = [r["exchange"] for r in good if r.get("exchange") != last.get("exchange")]
     return {**row, "exchange_of_other_rounds": others} if others else row

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-_HEADS = ("method", "hosts", "rate", "RTT ms", "s/step", "MB/step", "exposed", "of free", "loss", "to target")
+_HEADS = (
+    "method",
+    "hosts",
+    "rate",
+    "RTT ms",
+    "s/step",
+    "MB/step",
+    "exposed",
+    "of free",
+    "at floor",
+    "loss",
+    "to target",
+)
+
+_NOTES = (
+    "* ours; of free: tokens/s as a share of dense on links that are not shaped; at floor: that share at a step of",
+    "what a host alone takes, what codes and messages take of its processor, and the last bucket's way",
+)
 
 
 def show(rows: list[dict[str, Any]]) -> str:
@@ -21,15 +38,16 @@ def show(rows: list[dict[str, Any]]) -> str:
             _number(row["wire_bytes"], "{:.2f}", 1e-6),
             _number(row["exposed_share"], "{:.1%}"),
             _number(row["share_of_unthrottled"], "{:.1%}"),
+            _number(row.get("share_at_floor"), "{:.1%}"),
             _number(row["final_loss"], "{:.4f}"),
             _number(row["seconds_to_target"], "{:.0f} s"),
         ]
         lines.append(_line(cells) + (f"  {row['error']}" if "error" in row else ""))
-    return "\n".join([*lines, "* ours; of free: tokens/s as a share of dense on links that are not shaped"])
+    return "\n".join([*lines, *_NOTES])
 
 
 def _line(cells: Any) -> str:
-    widths = (26, 6, 10, 7, 9, 9, 9, 9, 8, 10)
+    widths = (26, 6, 10, 7, 9, 9, 9, 9, 9, 8, 10)
     return " ".join(
         f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
     )

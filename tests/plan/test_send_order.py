@@ -8,7 +8,7 @@ import pytest
 
 from gossamer.comm.channel import UNDER_WAY
 from gossamer.plan.exchange import BucketMeasurements, Option, PricedMessage, StepMeasurements, schedule, tasks_of_step
-from gossamer.plan.exchange.send_order import job_of, least_seconds
+from gossamer.plan.exchange.send_order import job_of, least_seconds, schedule_jobs, unhidden_seconds
 from gossamer.plan.exchange.step_tasks import step_seconds
 from gossamer.spec.clock import play
 
@@ -108,3 +108,23 @@ def test_what_encoding_takes_from_the_backward_pass_makes_it_longer() -> None:
     assert [schedule(step_of(one, ready=[0.2], stolen=s), [one]).step_s for s in (0.0, 0.5, 1.0)] == pytest.approx(
         [1.5, 1.7, 1.9]
     )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_order_hides_what_is_said_to_be_unhidden(seed: int) -> None:
+    """In the planned order, and with any bucket's messages much shorter or on a link of their own."""
+    facts, options = drawn(seed)
+    jobs = [job_of(b.ready_s, one) for b, one in zip(facts.buckets, options, strict=True)]
+    least_s = facts.compute_s + unhidden_seconds(facts, jobs)
+    assert least_s <= schedule_jobs(facts, jobs).step_s * (1 + 1e-12)
+    free = [(r, t, tuple((f"own {b}", *one[1:]) for one in m)) for b, (r, t, m) in enumerate(jobs)]
+    assert least_s <= schedule_jobs(facts, free).step_s * (1 + 1e-12)
+
+
+def test_of_a_single_bucket_all_is_unhidden_that_comes_after_backward() -> None:
+    one = Option((0.3, 0.2), (message(0.4, 0.1),), 8, 0.0)
+    facts = step_of(one, ready=[0.8], stolen=0.0)
+    jobs = [job_of(0.8, one)]
+    assert unhidden_seconds(facts, jobs) == pytest.approx(0.8)
+    assert facts.compute_s + unhidden_seconds(facts, jobs) == pytest.approx(schedule(facts, [one]).step_s)
+    assert unhidden_seconds(step_of(), []) == 0.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.recipe import ParameterRules
 from gossamer.recipe.plan_methods import PlanMethods
+from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
 from gossamer.spec.row_range import RowRange, parts_in, parts_of, whole_of
@@ -168,6 +170,41 @@ def test_residuals_go_on_in_the_same_rows_whatever_the_parts(then: Sequence[Sequ
             assert sorted(found) == sorted(saved)
             assert all(torch.equal(found[n], saved[n]) for n in saved)
         same(ahead, resumed)
+
+
+class Stored:
+    """The exchange states of one rank, as a checkpoint has them."""
+
+    meta: ClassVar[dict[str, Any]] = {"ranks": 1}
+
+    def __init__(self, states: Mapping[str, Tensor]) -> None:
+        self.states = {f"exchange/{n}": t.clone() for n, t in states.items()}
+
+    def versions(self, name: str) -> tuple[int, ...]:
+        return (0,) if name in self.states else ()
+
+    def read_whole(self, name: str, version: int) -> Tensor:
+        return self.states[name]
+
+
+def test_a_checkpoint_is_restored_to_other_parts_with_what_is_owed_and_factors_that_start_anew(
+    alone: CommThread,
+) -> None:
+    written = {"error_feedback": {"powersgd": {"rank": 1}}}
+    module, before = replica_of(alone, written, PARTS)
+    stepped(module, before, 0, range(2))
+    saved = Stored(before.states())
+    assert any("@table[" in name for name in saved.states), "factors are those of a part"
+    for then in (PARTS, (("table[0:5]",), ("table[5:10]",))):
+        _, after = replica_of(alone, written, then)
+        fresh = after.states()
+        given: Any = SimpleNamespace(rank=0, ranks=1)
+        source: Any = saved
+        assert SavedExchanges(after, given, "redistribute").restore(source) == ""
+        for name, tensor in after.states().items():
+            kept = saved.states.get(f"exchange/{name}")
+            assert torch.equal(tensor, fresh[name] if kept is None else kept), name
+        assert torch.equal(after.states()["e@table"], saved.states["exchange/e@table"])
 
 
 @pytest.mark.parametrize(

@@ -386,7 +386,7 @@ def _planned(plan: Plan, decision: Decision, basis: ChoiceBasis, cost: Cost) -> 
     link = basis.links.levels.get("between", basis.links.levels["all"])
     said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()}; {basis.price.show()})"
     line = decision.forecast
-    times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s")}
+    times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s", "unhidden_s")}
     return plan.model_copy(
         update={
             "exchange": decision.written,

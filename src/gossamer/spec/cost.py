@@ -13,6 +13,7 @@ class Cost(BaseModel):
     compute_s: float = 0.0
     wire_s: float = 0.0
     exposed_s: float = 0.0  # what messages and their encoding add to a step
+    unhidden_s: float = 0.0  # the part of it that no order of messages hides
     bubble_s: float = 0.0  # of a rank, waiting for the work of others
     step_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()

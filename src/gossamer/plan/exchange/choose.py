@@ -10,6 +10,7 @@ from functools import cached_property
 from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
+from gossamer.plan.exchange.send_order import job_of, unhidden_seconds
 from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, fastest_alone, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
@@ -141,7 +142,8 @@ def _plain(facts: StepMeasurements) -> Mixture:
 
 def _cost(mixture: Mixture) -> Cost:
     facts, tasks = mixture.facts, tasks_of_step(mixture.facts, _options(mixture), mixture.schedule)
-    return cost_of_step(facts, play(tasks))
+    jobs = [job_of(b.ready_s, one) for b, one in zip(facts.buckets, _options(mixture), strict=True)]
+    return cost_of_step(facts, play(tasks)).model_copy(update={"unhidden_s": unhidden_seconds(facts, jobs)})
 
 
 def _options(mixture: Mixture) -> list[Option]:

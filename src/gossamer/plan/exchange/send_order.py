@@ -147,3 +147,18 @@ def least_seconds(facts: StepMeasurements, jobs: Sequence[Job]) -> float:
             own_s += alone_s
         bound = max(bound, ready_s + max(own_s, cpu_s, flight_s / UNDER_WAY, *after.values()))
     return facts.compute_s + max(0.0, bound - facts.backward_s)
+
+
+def unhidden_seconds(facts: StepMeasurements, jobs: Sequence[Job]) -> float:
+    """Return the seconds that `jobs` add to a step in whatever order their messages start.
+
+    The last bucket is encoded, sent and decoded after the backward pass. What others take of the communication thread
+    beyond the time for which the last bucket is on its way slows the backward pass by `stolen` of it, or is waited for.
+    """
+    if not jobs:
+        return 0.0
+    ready_s, turns_s, messages = jobs[-1]
+    flight_s = sum(busy_s + hops * latency_s for _, busy_s, latency_s, hops in messages)
+    others_s = sum(sum(own) for _, own, _ in jobs[:-1])
+    late_s = max(0.0, ready_s + sum(turns_s) + flight_s - facts.backward_s)
+    return late_s + min(1.0, facts.stolen) * max(0.0, others_s - flight_s)
