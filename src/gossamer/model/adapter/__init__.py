@@ -63,7 +63,7 @@ class Adapter(ABC):
     `targets`: patterns (regular expressions) of the linear layers to adapt, each found somewhere in a layer's path;
     empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
     quantized blocks. `keeps_masks`: the merged weights keep the zeros that the masks of a start folder say.
-    quantized blocks. `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
+    `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
     `is_scale`: its matrices multiply weights, so that they must not decay.
     """
 
