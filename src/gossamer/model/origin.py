@@ -9,6 +9,7 @@ from gossamer.model.frozen_source import FrozenSource
 from gossamer.model.quantized_source import GgufBlocksSource, QuantizedSource
 from gossamer.model.sided_source import SidedSource
 from gossamer.model.source import ModelSource, named_by
+from gossamer.model.started_source import StartedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig
@@ -17,6 +18,8 @@ from gossamer.spec.method_config import MethodConfig
 def origin_of(section: ModelSection) -> ModelSource:
     """Return the model source that the configuration names; raise BadInput, also if it names none."""
     found = named_by(section)
+    if section.start is not None:
+        found = StartedSource(found, section.start)
     if section.base == "gguf":
         found = GgufBlocksSource(found)
     elif section.base != "full":

@@ -43,7 +43,7 @@ def export_directory(
     """
     files = dict(files or {})
     _check(target, files)
-    with _whole(target) as partial:
+    with new_folder(target) as partial:
         size_bytes, count = _write_weights(partial, tensors, max_shard_bytes)
         files = {"README.md": _card(target.name, config, count, size_bytes).encode(), **files}
         files["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
@@ -67,7 +67,7 @@ def export_adapter_directory(
     """
     _check(target, files)
     pieces = [(Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu()) for name, tensor in tensors.items()]
-    with _whole(target) as partial:
+    with new_folder(target) as partial:
         write_shard(partial / weights, pieces, _INFO)
         _write_files(partial, {**files, settings: (json.dumps(config, indent=2) + "\n").encode()})
     return sum(tensor.nbytes for tensor in tensors.values())
@@ -79,7 +79,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """Yield a folder that becomes `target` when the body has ended, and is removed if it fails."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
