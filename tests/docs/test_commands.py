@@ -43,6 +43,7 @@ ELSEWHERE = (
     (r"mpirun ", "tests/run/test_launch_environment.py", "def test_mpirun_of_openmpi"),
     (r".* --on ray", "tests/system/test_launch_ray.py", "def test_two_nodes_train_one_run"),
     (r"gossamer lab run ", "tests/system/test_lab.py", "def test_four_hosts_train_what_one_process_trains"),
+    (r"gossamer export .*--to side", "tests/model/test_side.py", "def test_exported_and_loaded_it_computes_the_same"),
     (r"gossamer sweep .*--halving", "tests/system/test_sweep.py", "def test_halving_trains_the_better_half_on"),
     (r"gossamer sweep ", "tests/system/test_sweep.py", "def test_it_ranks_by_the_validation_of_its_runs"),
 )

@@ -18,8 +18,10 @@ from gossamer.model.side._aggregation import Aggregation, interaction, l1_normal
 from gossamer.model.side._tokens import TokenView
 from gossamer.model.side_folder import export_side, load_side
 from gossamer.model.token_logits import Recomputed, token_logits
+from gossamer.partition.model_provider import OriginSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
+from gossamer.store.start_folder import StartContent, start_state, write_start
 from model.tiny import CONFIGS, VOCABULARY, Plain
 
 CONFIG = {
@@ -328,6 +330,16 @@ def test_exported_and_loaded_it_computes_the_same(tmp_path: Path) -> None:
         export_peft(module, "base", None, tmp_path / "merged")
     with pytest.raises(BadInput, match="a run with a side network"):
         export_side(llama("none"), "none", "base", tmp_path / "other")
+
+
+def test_it_goes_beside_the_model_of_a_start_folder(tmp_path: Path) -> None:
+    plain = llama("none", vocab_size=64)
+    tensors = {name: tensor.detach() for name, tensor in start_state(plain)}
+    write_start(tmp_path / "start", StartContent(tensors=tensors, method="by_hand", source="0"))
+    origin = origin_of(ModelSection(hf="llama", config=CONFIG, start=str(tmp_path / "start"), side="unipt"))
+    assert torch.equal(logits(origin.build(9).eval()), logits(plain.eval()))
+    part = OriginSource(origin, 9).part(frozenset({"model.norm.weight", "side_network.aggregation.up.bias"}))
+    assert torch.equal(dict(part.named_parameters())["model.norm.weight"], tensors["model.norm.weight"])
 
 
 @pytest.mark.parametrize("held", ["bf16", "int8"])

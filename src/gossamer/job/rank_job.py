@@ -156,11 +156,12 @@ def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: 
 def _start_state(job: RankJob, folder: StartFolder) -> StartState:
     config = job.parts.config
     adapted = config.model.adapter != "none" and adapters.build(config.model.adapter).keeps_masks
+    is_beside = config.model.side != "none" and not config.model.unfreeze  # then the model stays as it is
     return StartState(
         folder=folder,
         optimizer=config.train.optimizer,
         adapter=config.model.adapter,
-        keeps_masks=adapted or job.parts.recipe.optimizer.keeps_masks,
+        keeps_masks=adapted or is_beside or job.parts.recipe.optimizer.keeps_masks,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gossamer.model.side import SideNetwork, attach, redraw, side_tensors
+from gossamer.model.side import CHILD, SideNetwork, attach, redraw, side_tensors
 from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
@@ -36,7 +36,11 @@ class SidedSource(WrappedSource):
 
     def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
         own = dict(side_tensors(module))
-        self.inner.load(module, names - own.keys(), seed=seed)
+        route = module._modules.pop(CHILD)  # the source inside knows a model without it
+        try:
+            self.inner.load(module, names - own.keys(), seed=seed)
+        finally:
+            module._modules[CHILD] = route
         for name in names & own.keys():
             give(module, name, torch.empty(own[name].shape, dtype=own[name].dtype))
         redraw(module, names & own.keys(), seed)
