@@ -162,6 +162,7 @@ def _start_state(job: RankJob, folder: StartFolder) -> StartState:
         optimizer=config.train.optimizer,
         adapter=config.model.adapter,
         keeps_masks=adapted or is_beside or job.parts.recipe.optimizer.keeps_masks,
+        trains_beside=config.model.adapter != "none" or config.model.side != "none",
     )
 
 

@@ -22,13 +22,15 @@ _OF_ANY_RULE = frozenset({"main", "master", "common", _KEPT})  # slots beside th
 class StartState:
     """The start folder of a run, and the names of the methods that take over its state.
 
-    optimizer, adapter: as the configuration writes them; keeps_masks: whether one of them keeps zeros of masks.
+    optimizer, adapter: as the configuration writes them; keeps_masks: whether one of them keeps zeros of masks;
+    trains_beside: what is trained is beside the folder's parameters, an adapter or a side network.
     """
 
     folder: StartFolder
     optimizer: Written
     adapter: Written
     keeps_masks: bool
+    trains_beside: bool = False
 
     def take_over(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
         """Set the optimizer states to the moments of the folder; yield (level, message) for the user.
@@ -59,6 +61,9 @@ class StartState:
     def _moments(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
         slots, stored = self.folder.slots, self.folder.kinds(MOMENTS)
         if not slots:
+            return
+        if self.trains_beside:
+            yield "warning", f"the moments in {self.folder.path} are of parameters that stay frozen: they are dropped"
             return
         mine = set(states.rule.slots) - _OF_ANY_RULE
         if slots != mine:
