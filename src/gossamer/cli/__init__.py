@@ -71,6 +71,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Measure loss, perplexity and bits per byte of a run, a Hugging Face folder or a GGUF file on texts or chats.",
         "eval runs/NAME notes.txt",
     ),
+    "distill": (
+        "distill:distill",
+        "Train the model of a run.yaml with a larger one as its teacher, and say the losses of both.",
+        "distill runs/LARGE --to run.yaml --by taid",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",
