@@ -21,6 +21,7 @@ class Row:
     seeds              seeds (or repetitions of a timing) of which `ratio` is the mean or the median, as `details` says
     setting            model, tokens, machine: what ours was measured on
     holds              whether the claim was seen here; None where the setting cannot decide
+    ratio_without_source   the ratio of flop without those of the model that was there before, where there was one
     """
 
     method: str
@@ -32,6 +33,7 @@ class Row:
     seeds: int = 1
     setting: str
     holds: bool | None
+    ratio_without_source: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
 
@@ -39,12 +41,15 @@ class Row:
 class Study:
     """Rows that are measured together. `not_quick`: why --quick leaves them out; empty: it does not.
 
-    `measure` gets the journal, and does every piece of work of more than some seconds by it.
+    `measure` gets the journal, and does every piece of work of more than some seconds by it. Studies of more `worth`
+    run first. Protocols that `measure` may follow: equal compute classes (`_languini`); values that are tuned on one
+    data set and reported on another (`_frozen`).
     """
 
     name: str
     measure: Callable[[Trials], list[Row]]
     not_quick: str = ""
+    worth: int = 0
 
 
 def is_reached(ratio: float, paper_ratio: float) -> bool:

@@ -1,4 +1,4 @@
-"""The record docs/results/claims.json: rows of studies that did not run this time stay, with the commit they have."""
+"""The record of a folder of studies: rows of studies that did not run this time stay, with the commit they have."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 FIELDS = ("method", "claim", "baseline", "ratio", "paper_ratio", "spread", "seeds", "setting", "holds")
+OPTIONAL = ("ratio_without_source",)
 
 
 def chosen(studies: Iterable[str], papers: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the studies ("paper.study") of these papers, and of those the ones that match a pattern; empty: all."""
     mine = [name for name in studies if not papers or name.partition(".")[0] in papers]
     return [name for name in mine if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def written(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as it stands in the record: without optional figures that it has not."""
+    return {name: value for name, value in row.items() if name not in OPTIONAL or value is not None}
 
 
 def merged(
