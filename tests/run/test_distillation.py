@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gossamer.spec.errors import BadInput, RunFailed
 from gossamer.store.checkpoint import open_checkpoint
 from pool import Pool
 
@@ -73,6 +72,7 @@ def test_unequal_ranks_train_as_one_does(pool: Pool, teacher: str, tmp_path: Pat
     assert any("run beside the student" in one for one in said) and not any("held whole" in one for one in said)
 
 
+@pytest.mark.nightly
 def test_a_resume_goes_on_with_the_course(pool: Pool, teacher: str, tmp_path: Path) -> None:
     whole = train(pool, 2, tmp_path / "whole", sections(taid(teacher)))
     train(pool, 2, tmp_path / "part", sections(taid(teacher)), until=3)
@@ -83,6 +83,7 @@ def test_a_resume_goes_on_with_the_course(pool: Pool, teacher: str, tmp_path: Pa
     assert course(tmp_path / "part") == course(tmp_path / "whole")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "plan"),
     [
@@ -96,11 +97,12 @@ def test_stages_and_shards_train_as_one_process_does(
     pool: Pool, teacher: str, tmp_path: Path, ranks: int, plan: dict[str, Any]
 ) -> None:
     train(pool, 1, tmp_path / "one", sections(taid(teacher)))
-    train(pool, ranks, tmp_path / "other", sections(taid(teacher), plan))
+    train(pool, ranks, tmp_path / "other", sections(taid(teacher), plan), values=False)
     assert losses(tmp_path / "other") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert course(tmp_path / "other")["t"] == pytest.approx(course(tmp_path / "one")["t"], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_teacher_that_is_kept_is_the_teacher(pool: Pool, teacher: str, tmp_path: Path) -> None:
     """With all words but one kept, the losses are those of the teacher itself; a resume reads the file."""
     for name, k in (("live", 0), ("kept", 15)):
@@ -113,6 +115,7 @@ def test_a_teacher_that_is_kept_is_the_teacher(pool: Pool, teacher: str, tmp_pat
     assert not list(file.parent.glob("*.part"))
 
 
+@pytest.mark.nightly
 def test_few_words_bound_the_divergence_from_below(pool: Pool, teacher: str, tmp_path: Path) -> None:
     found = []
     for k in (0, 8, 2):
@@ -121,6 +124,7 @@ def test_few_words_bound_the_divergence_from_below(pool: Pool, teacher: str, tmp
     assert found[0] > found[1] > found[2] > 0
 
 
+@pytest.mark.nightly
 def test_evaluations_report_the_labels_loss(pool: Pool, teacher: str, tmp_path: Path) -> None:
     """That of a run that does not move is the plain one's."""
     still = {"optimizer": {"sgd": {"lr": 1e-12}}}
@@ -132,7 +136,7 @@ def test_evaluations_report_the_labels_loss(pool: Pool, teacher: str, tmp_path: 
 
 def test_another_vocabulary_is_refused(pool: Pool, tmp_path: Path) -> None:
     other = saved(tmp_path / "other", 24)
-    with pytest.raises((BadInput, RunFailed, Exception), match=r"a teacher with the vocabulary of the student"):
+    with pytest.raises(AssertionError, match=r"a teacher with the vocabulary of the student"):
         train(pool, 1, tmp_path, sections({"kl": {"teacher": other}}))
 
 
@@ -149,5 +153,5 @@ def test_another_vocabulary_is_refused(pool: Pool, tmp_path: Path) -> None:
 def test_what_does_not_belong_together_is_refused(
     pool: Pool, tmp_path: Path, written: Any, plan: dict[str, Any], train_: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(Exception, match=said):
+    with pytest.raises(AssertionError, match=said):
         train(pool, 1, tmp_path, sections(written, plan, **train_))
