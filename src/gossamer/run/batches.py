@@ -76,7 +76,8 @@ class TextBatches(Batches):
 class DatasetBatches(Batches):
     """A map-style torch dataset whose items are dictionaries of tensors (or of anything default_collate stacks).
 
-    The dataset may have `together`, how many neighboring items belong together, and `order(seed)`, an order of its own.
+    The dataset may have `together`, how many neighboring items belong together, and
+    `sample_order(seed)`, an order of its own.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
@@ -84,7 +85,7 @@ class DatasetBatches(Batches):
         self.together = int(getattr(dataset, "together", 1))
 
     def order(self, seed: int) -> Order:
-        own = getattr(self._dataset, "order", None)
+        own = getattr(self._dataset, "sample_order", None)
         if callable(own):
             found: Order = own(seed)
             return found
