@@ -151,6 +151,20 @@ class Causal(nn.Module):
         return self.features(input_ids) @ self.embed.weight.T
 
 
+class Headed(Causal):
+    """The same with a head of its own, which it declares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(12, 16)
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.head
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(input_ids))
+
+
 class Unrooted(nn.Module):
     """The root of what is below zero, from its forward number `first` on."""
 
@@ -436,6 +450,7 @@ def train(
         "row": lambda: Row(dropout),
         "marks": Marks,
         "causal": Causal,
+        "headed": Headed,
         "branches": Branches,
         "wordless": Wordless,
         "late": Late,
@@ -470,7 +485,7 @@ def train(
         if counts and phase == "fetch" and step == steps - 1:
             there.append(sum(s.nbytes() for key, s in storages().items() if key not in before))
 
-    data, objective = DatasetBatches(Tokens(bad=bad, bads=bads)), loss.build("next_token")
+    data, objective = DatasetBatches(Tokens(bad=bad, bads=bads)), loss.build(config.train.loss)
     cpu = torch.device("cpu")
     asked = PartitionRequest(
         config=config, ranks=seat.ranks, rank=seat.rank, batches=data, objective=objective, device=cpu

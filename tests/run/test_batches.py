@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from gossamer.data import Order
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.errors import BadInput
 
@@ -47,3 +49,25 @@ def test_items_that_do_not_stack_are_named_by_number_and_key(item: Any, said: st
 def test_items_that_nobody_can_stack_are_told_in_the_words_of_torch() -> None:
     with pytest.raises(BadInput, match=r"^data: wanted dataset items that can be stacked.*NoneType"):
         DatasetBatches(Rows(0, {"input_ids": None})).batch(np.array([0]))
+
+
+def test_a_dataset_can_keep_items_together_and_have_an_order() -> None:
+    class Triples(Dataset[dict[str, Tensor]]):
+        together = 3
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"x": torch.tensor(index)}
+
+    class Ordered(Triples):
+        def sample_order(self, seed: int) -> Order:
+            return lambda indices: np.asarray(indices) + seed
+
+    plain, own = DatasetBatches(Triples()), DatasetBatches(Ordered())
+    found = plain.order(0)(np.arange(12)).reshape(-1, 3)
+    assert plain.together == 3 and sorted(found[:, 0]) == [0, 3, 6, 9]
+    assert np.array_equal(found - found[:, :1], np.tile([0, 1, 2], (4, 1)))
+    assert list(plain.first(7)) == [0, 1, 2, 3, 4, 5]
+    assert list(own.order(5)(np.arange(2))) == [5, 6]

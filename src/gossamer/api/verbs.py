@@ -66,6 +66,42 @@ def train(
     return train_in_process(model, data, config, resume, callbacks)
 
 
+def distill(
+    teacher: str | Path,
+    to: str | Path,
+    overrides: Iterable[str] | Mapping[str, Any] = (),
+    *,
+    by: str = "taid",
+) -> dict[str, Any]:
+    """Train the model of a configuration with a teacher (`gossamer distill`); return the run's summary.
+
+    teacher:   a run directory, a Hugging Face folder or a GGUF file.
+    to:        the run.yaml of the student. overrides: settings that win over it, as in `resume`.
+    by:        the loss: taid, kl, reverse_kl or jsd.
+    `distillation` in the result has the losses of teacher and student on every validation set, before and after.
+    Raises BadInput, RunFailed, Interrupted.
+    """
+    import json
+
+    from gossamer.job.distillation_losses import losses_before
+    from gossamer.settings import load, written_overrides
+    from gossamer.settings.methods import check_names
+    from gossamer.spec.method_config import MethodConfig
+    from gossamer.spec.records import Evaluation
+
+    given = written_overrides(overrides)
+    named = MethodConfig.parse(load(Path(to), given).config.train.loss)
+    settings = {**(named.parameters if named.name == by else {}), "teacher": str(teacher)}
+    resolved = load(Path(to), [f"train.loss={json.dumps({by: settings})}", *given])
+    check_names(resolved)
+    losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))
+    data = train_command(resolved)
+    for one in RunDirectory(Path(data["directory"])).records():
+        if isinstance(one, Evaluation) and one.name in losses:
+            losses[one.name]["student_after"] = one.loss
+    return {**data, "distillation": {"teacher": str(teacher), "by": by, "losses": losses}}
+
+
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
     """Return the plan to train `model` on `ranks` processes: a value to read, change, save, or pass to `--plan`.
 

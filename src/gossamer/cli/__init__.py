@@ -86,6 +86,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Quantize a trained model to 2 to 8 bits: round to nearest or GPTQ; its size and loss before and after.",
         "quantize runs/NAME --bits 4 --out DIR",
     ),
+    "distill": (
+        "distill:distill",
+        "Train the model of a run.yaml with a larger one as its teacher, and say the losses of both.",
+        "distill runs/LARGE --to run.yaml --by taid",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",

@@ -66,14 +66,18 @@ class PairSequences(Sequences):
 
 @dataclass(frozen=True)
 class PairOrder:
-    """The order of samples of pairs: global indices 2 k and 2 k + 1 are the two answers of one pair."""
+    """The order of samples of pairs: global indices 2 k and 2 k + 1 are the two answers of one pair.
+
+    `together`: as many neighbors as stay together, of other groups than pairs.
+    """
 
     pairs: SampleOrder
+    together: int = 2
 
     def __call__(self, indices: int | Iterable[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sequence indices of global indices, in their shape (an int gives shape ()); int64."""
         index = np.asarray(indices if isinstance(indices, (int, np.ndarray)) else list(indices), np.int64)
-        return self.pairs(np.asarray(index // 2)) * 2 + index % 2
+        return self.pairs(np.asarray(index // self.together)) * self.together + index % self.together
 
 
 def pairs_of(stream: Stream, *, sequence: int, fingerprint: str) -> PairSequences:

@@ -30,6 +30,7 @@ from gossamer.run.batches import RankBatch, moved
 from gossamer.run.parts import Parts
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, check_widths, watched
+from gossamer.run.teacher_cache import TeacherPass
 from gossamer.run.trainer_services import Sink
 from gossamer.saver._cut_head import head_of
 from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
@@ -99,15 +100,34 @@ def taught(
         remarks += _tiled(engine, parts, teacher, ending)
     named = f"{int(gathered(pump.channel, [digest]).max()):012x}"
     course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
-    loss = TaughtLoss(inner=inner, teacher=teacher, course=course, label_weight=inner.label_weight, words=words)
+    loss = TaughtLoss(
+        inner=inner, teacher=teacher, course=course, label_weight=inner.label_weight, words=words, computes=is_last
+    )
     if teacher is not None:
-        said = f"{teacher.parameters:,} parameters, run beside the student without gradients"
-        remarks.append(_event("info", said))
+        how = "run once over the training data" if inner.top_k else "run beside the student"
+        remarks.append(_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
         if parts.cut is None:
             remarks += _first_look(engine, parts, loss)
     for one in remarks:
         sink(one)
-    return job, replace(engine, objective=loss)
+    if not inner.top_k:
+        return job, replace(engine, objective=loss)
+    asked = TeacherPass(
+        parts=parts,
+        inner=inner,
+        teacher=teacher,
+        words=words,
+        precision=engine.precision,
+        pump=pump,
+        folder=job.directory.path,
+        digest=named,
+        data=job.data.fingerprint,
+        writes=job.where.writer == 0,
+        at=job.at,
+        tell=lambda message: sink(_event("info", message)),
+    )
+    job = replace(job, parts=replace(parts, train=asked.made()))
+    return job, replace(engine, objective=replace(loss, teacher=None))
 
 
 def _event(level: Literal["info", "warning"], said: str) -> records.Event:

@@ -72,6 +72,13 @@ def check_loss(data: TrainingData, config: RunConfig) -> None:
             do="set train.loss to dpo, or {dpo: {beta: 0.1}}",
             key="train.loss",
         )
+    if wanted != 2:
+        raise bad_input(
+            wanted=f"a dataset whose `together` is {wanted}: {loss} takes that many neighboring items as one",
+            got=f"data of another kind, {data.description.text}",
+            do="give the dataset of data.factory that attribute, or name another loss",
+            key="data.factory",
+        )
     raise bad_input(
         wanted=f"preference pairs (data.source pairs:GLOB), which the loss {loss} compares",
         got=f"data of another kind, {data.description.text}",

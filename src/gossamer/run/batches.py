@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from gossamer.data import Order, SampleOrder, Sequences
+from gossamer.data.pair_sequences import PairOrder
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.sync import LocalStepSchedule
@@ -73,10 +74,27 @@ class TextBatches(Batches):
 
 
 class DatasetBatches(Batches):
-    """A map-style torch dataset whose items are dictionaries of tensors (or of anything default_collate stacks)."""
+    """A map-style torch dataset whose items are dictionaries of tensors (or of anything default_collate stacks).
+
+    The dataset may have `together`, how many neighboring items belong together, and
+    `sample_order(seed)`, an order of its own.
+    """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
+        self.together = int(getattr(dataset, "together", 1))
+
+    def order(self, seed: int) -> Order:
+        own = getattr(self._dataset, "sample_order", None)
+        if callable(own):
+            found: Order = own(seed)
+            return found
+        if self.together == 1:
+            return SampleOrder(seed, len(self))
+        return PairOrder(SampleOrder(seed, len(self) // self.together), self.together)
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        return np.arange(min(count, len(self)) // self.together * self.together)
 
     def __len__(self) -> int:
         return len(self._dataset)  # type: ignore[arg-type]

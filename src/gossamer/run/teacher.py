@@ -69,7 +69,8 @@ class CourseState:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaughtLoss(Loss):
-    """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all.
+    """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all;
+    `computes`: whether this rank has the last stage; others have no logits, and no use for a teacher.
 
     Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
     """
@@ -79,8 +80,11 @@ class TaughtLoss(Loss):
     course: CourseState
     label_weight: float
     words: int | None = None
+    computes: bool = True
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        if not self.computes:
+            return self.inner(output, batch)
         inner, temperature, t = self.inner, self.inner.temperature, self.course.now.t
         labels = targets(batch)
         dims = batch["labels"].ndim + 1
@@ -96,7 +100,7 @@ class TaughtLoss(Loss):
                 return inner.divergence(coarse(logits / temperature, chosen[some]), known[some], t)
 
         else:
-            every = _cut_to(self.teacher.rows(batch, dims), self.words)
+            every = cut_to(self.teacher.rows(batch, dims), self.words)
             check_widths(student.width, every.width)
             teacher = every if is_whole else every.chosen(valid)
 
@@ -167,7 +171,8 @@ def head_rows(logits: Tensor, words: int | None = None) -> HeadRows:
     return HeadRows(hidden=plain.reshape(-1, plain.shape[-1]), words=words)
 
 
-def _cut_to(rows: HeadRows, words: int | None) -> HeadRows:
+def cut_to(rows: HeadRows, words: int | None) -> HeadRows:
+    """Return rows of which the first `words` logits count."""
     return HeadRows(
         hidden=rows.hidden, weight=rows.weight, bias=rows.bias, map=rows.map, compute=rows.compute, words=words
     )

@@ -1,0 +1,157 @@
+"""What a run keeps of its teacher: its most probable words for every token of the training data, computed once.
+
+File `teacher-KEY.safetensors` in the run's folder, KEY a hash of teacher, data, temperature and k:
+    words (n, T, k) int32, log_probabilities (n, T, k + 1) float32, the last one that of all other words together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gossamer.comm.channel import gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import Collective, Message
+from gossamer.data import Order
+from gossamer.loss._distillation import Distillation
+from gossamer.model.precision import Precision
+from gossamer.ops.tiled_logits import coarse
+from gossamer.run.batches import Batches, RankBatch, moved, part, row_slices
+from gossamer.run.parts import Parts
+from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher, cut_to
+from gossamer.spec.errors import bad_input
+
+_TOGETHER = 32  # sequences between two messages
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTeacher:
+    """The most probable words, (n, T, k) int32, and their log-probabilities with that of all others, (n, T, k + 1)."""
+
+    words: Tensor
+    log_probabilities: Tensor
+
+
+class KeptTeacherBatches(Batches):
+    """Batches with what was kept of the teacher."""
+
+    def __init__(self, inner: Batches, kept: KeptTeacher) -> None:
+        self.inner, self.together, self._kept = inner, inner.together, kept
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
+        index, kept = torch.from_numpy(np.asarray(indices, np.int64)), self._kept
+        return {**self.inner.batch(indices), WORDS: kept.words[index], LOG_PROBABILITIES: kept.log_probabilities[index]}
+
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        return self.inner.text_bytes(indices)
+
+    def order(self, seed: int) -> Order:
+        return self.inner.order(seed)
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        return self.inner.first(count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherPass:
+    """The pass of a teacher over the training data. All ranks make it together; those with a `teacher` compute.
+
+    `words`: logits that count, None: all; `digest`, `data`: of the teacher and of the data; `tell`: takes a message for
+    the user.
+    """
+
+    parts: Parts
+    inner: Distillation
+    teacher: Teacher | None
+    words: int | None
+    precision: Precision
+    pump: CommThread
+    folder: Path
+    digest: str
+    data: str
+    writes: bool
+    at: Callable[[int, str], None]
+    tell: Callable[[str], None]
+
+    def made(self) -> Batches:
+        """Return the training data with the teacher's words, from an earlier start's file where all ranks have it."""
+        k, count = self.inner.top_k, len(self.parts.train)
+        said = f"{self.digest} {self.data} {self.inner.temperature} {k} {self.words}"
+        file = self.folder / f"teacher-{hashlib.sha256(said.encode()).hexdigest()[:16]}.safetensors"
+        kept = read(file, count, k)
+        is_there = bool(gathered(self.pump.channel, [float(kept is not None)]).all())
+        if not is_there or kept is None:
+            kept = self._computed(count, k)
+            if self.writes:
+                write(file, kept)
+        tokens = kept.words.shape[:-1].numel()
+        how = "from" if is_there else "computed once, in"
+        self.tell(f"its {k} most probable words of {tokens:,} tokens, {how} {file.name}; it is not in memory now")
+        return KeptTeacherBatches(self.parts.train, kept)
+
+    def _computed(self, count: int, k: int) -> KeptTeacher:
+        replica, _ = self.parts.plan.axes.place(self.pump.channel.rank)
+        found = list[Tensor]()
+        for rows in row_slices(count, _TOGETHER):
+            self.at(0, "teacher")
+            every = np.arange(rows.start, rows.stop)
+            mine = part(len(every), replica, self.parts.plan.mesh.replica)
+            batch = self.parts.train.batch(every)
+            both = torch.zeros(*batch["labels"].shape, 2 * k + 1, device=self.parts.device)
+            if self.teacher is not None and len(mine):
+                some = {name: one[mine.start : mine.stop] for name, one in batch.items()}
+                both[mine.start : mine.stop] = self._of(moved(some, self.parts.device), k)
+            (sums,) = self.pump.channel.start(Message((both.view(-1),), Collective.SUM)).wait()
+            found.append(sums.view(both.shape).cpu())
+        whole = torch.cat(found)
+        return KeptTeacher(whole[..., :k].to(torch.int32).contiguous(), whole[..., k:].contiguous())
+
+    @torch.no_grad()
+    def _of(self, batch: RankBatch, k: int) -> Tensor:
+        """Return words and log-probabilities side by side, (*, 2 k + 1) float32: numbers of words are exact in it."""
+        assert self.teacher is not None
+        shape = batch["labels"].shape
+        with self.precision.autocast(self.parts.device):
+            rows = cut_to(self.teacher.rows(batch, len(shape) + 1), self.words)
+        if k >= rows.width:
+            do = "keep fewer words, or set top_k to 0 to run the teacher beside the student"
+            raise bad_input(wanted=f"fewer than {rows.width:,} words", got=str(k), do=do, key="train.loss")
+        made = list[Tensor]()
+        for some in row_slices(rows.hidden.shape[0], self.inner.tile_tokens):
+            logits = rows.logits(some).float() / self.inner.temperature
+            words = logits.topk(k, dim=1).indices
+            made.append(torch.cat([words.float(), coarse(logits, words).log_softmax(1).clamp(min=-100.0)], 1))
+        return torch.cat(made).view(*shape, 2 * k + 1)
+
+
+def read(file: Path, count: int, k: int) -> KeptTeacher | None:
+    """Return what is kept in `file` for `count` sequences; None where there is no such file."""
+    try:
+        found = load_file(file)
+    except (OSError, SafetensorError):
+        return None
+    words, logs = found.get("words"), found.get("log_probabilities")
+    if words is None or logs is None or len(words) != count or words.shape[-1] != k:
+        return None
+    if words.dtype is not torch.int32 or logs.shape != (*words.shape[:-1], k + 1) or int(words.min()) < 0:
+        return None
+    return KeptTeacher(words, logs)
+
+
+def write(file: Path, kept: KeptTeacher) -> None:
+    """Write the file: beside first, so that it is complete or absent."""
+    beside = file.with_suffix(".part")
+    save_file({"words": kept.words, "log_probabilities": kept.log_probabilities}, beside)
+    beside.rename(file)
