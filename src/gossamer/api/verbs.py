@@ -13,7 +13,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.plan import Plan
-from gossamer.view.run_directory import open_run
+from gossamer.view.run_directory import RunDirectory, open_run
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
