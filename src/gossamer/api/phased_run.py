@@ -170,7 +170,8 @@ def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
         else:
             try:
                 _prepare(phase, phases[index - 1] if index else None)
-                _train(phase)
+                if _train(phase) and index + 1 < len(phases):
+                    raise Interrupted("asked to stop as the phase ended")
             except Interrupted:
                 raise Interrupted(
                     f"stopped in phase {phase.name}, number {phase.number} of {len(phases)}, and all steps are saved; "
@@ -206,16 +207,16 @@ def _prepare(phase: Phase, before: Phase | None) -> None:
         )
 
 
-def _train(phase: Phase) -> None:
+def _train(phase: Phase) -> bool:
+    """Train a phase, or go on with it; return whether the user asked to stop, also where it was done just then."""
     directory, resolved = phase.directory, phase.resolved
     with ExitStack() as lock:
         lock.enter_context(held(directory.path))
         if directory.config_file.exists():
-            resumed_run.go_on(directory, resolved, Path.cwd(), lock)
-            return
+            return bool(resumed_run.go_on(directory, resolved, Path.cwd(), lock).get("asked_to_stop", False))
         with rollback_failed_start(directory):
             directory.keep(resolved.config, resolved.origin)
-            Launcher(directory=directory, config=resolved.config, resume=False).here()
+            return Launcher(directory=directory, config=resolved.config, resume=False).here()
 
 
 @contextmanager
