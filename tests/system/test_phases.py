@@ -64,6 +64,7 @@ def test_a_phase_begins_with_the_weights_of_the_one_before_and_commands_find_the
     assert [one["steps"] for one in again["phases"]] == [4, 6] and len(records(second, "start")) == 1
 
 
+@pytest.mark.nightly
 def test_a_phase_that_was_killed_goes_on_on_two_processes(place: Place) -> None:
     watched = {"factory": "watched:make"}
     hold = place.folder / "hold"
@@ -83,8 +84,11 @@ def test_a_phase_that_was_killed_goes_on_on_two_processes(place: Place) -> None:
     starts = records(second, "start")
     assert [one["ranks"] for one in starts] == [1, 2] and starts[1]["step"] >= 2
     assert len(records(run / "phases" / "01-first", "start")) == 1, "what is done stays"
+    more = place.good("resume", run, "train.steps=5", "--json")
+    assert "phase first is done" in more.err and "train.steps" in more.err, "it is said that this changes nothing"
 
 
+@pytest.mark.nightly
 def test_an_interrupted_phase_says_how_to_go_on(place: Place) -> None:
     (place.folder / "hold").write_text("3")
     command = place.start("train", place.config(model={"factory": "watched:make"}, train={"phases": PHASES}))
@@ -97,6 +101,7 @@ def test_an_interrupted_phase_says_how_to_go_on(place: Place) -> None:
     assert place.good("resume", run, "--json").last()["phases"][1]["steps"] == 6
 
 
+@pytest.mark.nightly
 def test_a_run_that_died_between_phases_makes_the_start_folder_anew(place: Place) -> None:
     place.good("train", place.config(train={"phases": PHASES}))
     (run,) = place.runs()
@@ -112,6 +117,7 @@ def test_a_run_that_died_between_phases_makes_the_start_folder_anew(place: Place
     assert len(records(run / "phases" / "01-first", "start")) == 1
 
 
+@pytest.mark.nightly
 def test_a_phase_that_cannot_run_leaves_nothing(place: Place) -> None:
     phases = [PHASES[0], {"name": "wide", "model": {"config.hidden_size": 64}}]
     done = place.run("train", place.config(train={"phases": phases}))
@@ -136,6 +142,27 @@ def test_a_small_model_is_grown_and_pruned_and_each_time_trained_on(place: Place
     assert StartFolder(run / "starts" / "03-sparse").kinds("masks.safetensors")
     assert len(gossamer.load(run).module.model.layers) == 4
     assert json.loads((run / "starts" / "03-sparse" / "config.json").read_text())["num_hidden_layers"] == 4
+
+
+@pytest.mark.nightly
+def test_an_adapter_is_merged_into_what_the_next_phase_begins_with(place: Place) -> None:
+    phases = [
+        {"name": "low", "model": {"adapter": {"lora": {"rank": 2}}}, "train": {"optimizer.adamw.lr": 0.1}},
+        {"name": "all"},
+    ]
+    place.good("train", place.config(train={"phases": phases}))
+    (run,) = place.runs()
+    low, start = gossamer.load(run / "phases" / "01-low"), StartFolder(run / "starts" / "02-all")
+    name = "model.layers.0.self_attn.q_proj"
+    layer = low.module.get_submodule(name)
+    ids = torch.arange(12).reshape(2, 6)
+    found = gossamer.load(run).module
+    assert start.kinds().keys() == {name for name, _ in found.named_parameters()}
+    with torch.no_grad():
+        for key, param in found.named_parameters():
+            param.copy_(start.tensor(key))
+        torch.testing.assert_close(found(input_ids=ids).logits, low.module(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    assert type(layer) is not torch.nn.Linear, "the first phase trained an adapter"
 
 
 @pytest.mark.nightly

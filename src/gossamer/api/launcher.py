@@ -55,11 +55,12 @@ class Launcher:
     folder: Path | None = None  # that paths of the configuration are relative to; None: the current one
     checkpoint: int | None = None  # the step to resume from; None: the newest good one
 
-    def here(self) -> None:
-        """Start all processes on this machine, and wait for their end."""
+    def here(self) -> bool:
+        """Start all processes on this machine, and wait for their end; return whether the user asked for it."""
         with _RecordFollower(self) as watch:
             outcome = launch_here(self._start(self.directory.path, watch.tick))
         _raise_for(outcome, self.directory)
+        return outcome.asked_to_stop
 
     def met(self, node: Node, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
         """Start this host's processes of a run that the user starts by hand on each host; return the run's directory

@@ -6,6 +6,7 @@ completely or not at all, so whatever is interrupted, the files say where to go 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -22,13 +23,18 @@ from gossamer.api.transitions import StartRequest, make_start, transition_of
 from gossamer.launch.environment import launcher_of
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, located
+from gossamer.settings.describe import leaves
 from gossamer.settings.phases import KEY, Phase, of_phase, phases_of
+from gossamer.settings.resolve import value_at
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
 from gossamer.spec.unread_keys import check_given
 from gossamer.view.run_directory import RunDirectory, find_run, newest_like
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize
+
+_log = logging.getLogger(__name__)
+_FIGURES = ("directory", "outcome", "steps", "seconds", "final_loss", "validation_loss", "validation_bits_per_byte")
 
 
 def train_command(
@@ -159,10 +165,13 @@ def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
     told: list[dict[str, Any]] = []
     for index, phase in enumerate(phases):
         is_past = index + 1 < len(phases) and phases[index + 1].is_begun
-        if not is_past:
+        if is_past:
+            _say_unchanged(phase)
+        else:
             try:
                 _prepare(phase, phases[index - 1] if index else None)
-                _train(phase)
+                if _train(phase) and index + 1 < len(phases):
+                    raise Interrupted("asked to stop as the phase ended")
             except Interrupted:
                 raise Interrupted(
                     f"stopped in phase {phase.name}, number {phase.number} of {len(phases)}, and all steps are saved; "
@@ -176,7 +185,16 @@ def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
     return {**last, "run": directory.name, "directory": str(directory.path), "phases": told}
 
 
-_FIGURES = ("directory", "outcome", "steps", "seconds", "final_loss", "validation_loss", "validation_bits_per_byte")
+def _say_unchanged(phase: Phase) -> None:
+    """Warn of settings that a phase which is done was not trained with."""
+    before = phase.directory.config()
+    other = [
+        key
+        for key, _ in leaves()
+        if key.startswith(("model.", "data.", "train.")) and value_at(before, key) != value_at(phase.config, key)
+    ]
+    if other and other != ["model.start"]:
+        _log.warning("phase %s is done and stays as it is, without the new %s", phase.name, ", ".join(other))
 
 
 def _prepare(phase: Phase, before: Phase | None) -> None:
@@ -189,16 +207,16 @@ def _prepare(phase: Phase, before: Phase | None) -> None:
         )
 
 
-def _train(phase: Phase) -> None:
+def _train(phase: Phase) -> bool:
+    """Train a phase, or go on with it; return whether the user asked to stop, also where it was done just then."""
     directory, resolved = phase.directory, phase.resolved
     with ExitStack() as lock:
         lock.enter_context(held(directory.path))
         if directory.config_file.exists():
-            resumed_run.go_on(directory, resolved, Path.cwd(), lock)
-            return
+            return bool(resumed_run.go_on(directory, resolved, Path.cwd(), lock).get("asked_to_stop", False))
         with rollback_failed_start(directory):
             directory.keep(resolved.config, resolved.origin)
-            Launcher(directory=directory, config=resolved.config, resume=False).here()
+            return Launcher(directory=directory, config=resolved.config, resume=False).here()
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def go_on(
     """Continue the run of a directory with these settings; return the summary. `lock`: holds the directory's."""
     from gossamer.settings.methods import check_names
 
-    config = resolved.config
+    config, is_asked = resolved.config, False
     try:
         check_names(resolved)
         check_given(config)
@@ -70,10 +70,10 @@ def go_on(
                 lock.close()  # their supervisors hold it
                 launch.over_ssh(config.machines.hosts)
             else:
-                launch.here()
+                is_asked = launch.here()
     except BadInput as error:
         raise located(error, resolved.origin) from error
-    return summarize(directory)
+    return {**summarize(directory), **({"asked_to_stop": True} if is_asked else {})}
 
 
 def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:

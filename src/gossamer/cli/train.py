@@ -15,6 +15,7 @@ from gossamer.cli.output import CommandResult, Json
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, load, located
 from gossamer.settings.methods import check_names
+from gossamer.settings.yaml_io import flow
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import show_seconds
@@ -156,7 +157,19 @@ def ending(data: Mapping[str, Any]) -> str:
     best = data.get("best_step")
     kept = "" if best is None or best == data.get("steps") else f"; best: step {best}, {data['best_of']} "
     kept += f"{data['best_value']:.4f} (--checkpoint best)" if kept else ""
-    return f"{directory}: {', '.join(figures)}{kept}\nnext: gossamer sample {directory} PROMPT"
+    told = "".join(f"phase {_phase(one)}\n" for one in data.get("phases", ()))
+    return f"{told}{directory}: {', '.join(figures)}{kept}\nnext: gossamer sample {directory} PROMPT"
+
+
+def _phase(one: Mapping[str, Any]) -> str:
+    """Return what became of a phase, in a line."""
+    by = f" by {flow(one['by'])}" if one["by"] is not None else ""
+    loss = "" if one["validation_loss"] is None else f", validation {_validation(_of_set(one))}"
+    return f"{one['name']}{by}: {one['outcome']} at step {one['steps']}, in {show_seconds(one['seconds'])}{loss}"
+
+
+def _of_set(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {"bits_per_byte": one["validation_bits_per_byte"], "loss": one["validation_loss"]}
 
 
 def _validation(one: Mapping[str, Any]) -> str:

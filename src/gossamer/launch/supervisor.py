@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gossamer.launch.control_channel import Done, HostAlive, HostLine, How, RankFailed, RunEnded, Stop
@@ -26,12 +26,13 @@ _LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
 class RunEnd:
     """The end of a run. `exit_code`: 0, 2, 3 or 4; `text`: message for the user.
 
-    `blame`: the root cause, None unless the run failed.
+    `blame`: the root cause, None unless the run failed. `asked_to_stop`: also where it was done just then.
     """
 
     exit_code: int
     text: str = ""
     blame: RootCause | None = None
+    asked_to_stop: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ class Supervisor:
                     self._judge()
                 self._act()
                 self._site.tick()
-        outcome = self._outcome()
+        outcome = replace(self._outcome(), asked_to_stop=self._stop is not None)
         self._line.send(RunEnded(exit_code=outcome.exit_code, text=outcome.text))
         return outcome
 
