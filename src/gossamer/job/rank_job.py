@@ -21,7 +21,9 @@ from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
 from gossamer.job.training_end import train_to_end
+from gossamer.model import adapter as adapters
 from gossamer.model.precision import precision_of
+from gossamer.model.started_source import start_of
 from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.proof.startup import Proving
 from gossamer.run.auto_precision import choose_precision
@@ -33,6 +35,7 @@ from gossamer.run.engine import engine_of
 from gossamer.run.parts import Parts
 from gossamer.run.reference import ReferencePass
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
+from gossamer.run.start_state import StartState
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer import Trainer
 from gossamer.run.trainer_services import Sink, TrainerServices
@@ -40,6 +43,7 @@ from gossamer.run.unshard_trace import walk_of
 from gossamer.sharding import UnshardOrder
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, Interrupted
+from gossamer.store.start_folder import StartFolder
 
 
 def run_job(job: RankJob) -> dict[str, Any]:
@@ -128,10 +132,24 @@ def _planned(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -
 
 def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: ExchangeSelector) -> None:
     """Restore what is to be resumed, and prepare the first step."""
-    if job.resume:
-        saver.resume(trainer.attempts.stages.pump.channel, job.resume_step, only=job.checkpoint)
+    is_resumed = job.resume and saver.resume(trainer.attempts.stages.pump.channel, job.resume_step, only=job.checkpoint)
+    started = None if is_resumed else start_of(job.parts.config.model)
+    if started is not None:
+        for level, message in _start_state(job, started).take_over(trainer.states, trainer.progress):
+            saver.sink(records.Event(level=level, message=message))
     if told := trainer.begin(again=job.resume):
         exchanger.tell(told, trainer.progress.step)
+
+
+def _start_state(job: RankJob, folder: StartFolder) -> StartState:
+    config = job.parts.config
+    adapted = config.model.adapter != "none" and adapters.build(config.model.adapter).keeps_masks
+    return StartState(
+        folder=folder,
+        optimizer=config.train.optimizer,
+        adapter=config.model.adapter,
+        keeps_masks=adapted or job.parts.recipe.optimizer.keeps_masks,
+    )
 
 
 def _built(job: RankJob, pump: CommThread, sink: Sink) -> RankJob:

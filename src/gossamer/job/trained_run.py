@@ -143,7 +143,8 @@ def _origin(directory: RunDirectory, config: RunConfig, tokenizer: Tokenizer | N
     section = config.model
     if directory.model.is_dir() and section.adapter == "none":
         in_code = {key: value for key, value in section.config.items() if key in _IN_CODE}
-        section = section.model_copy(update={"hf": str(directory.model), "gguf": None, "config": in_code})
+        here = {"hf": str(directory.model), "gguf": None, "start": None, "config": in_code}
+        section = section.model_copy(update=here)
     elif not any((section.hf, section.gguf, section.factory)):
         raise BadInput(
             f"the run in {directory.path} trained a module that a Python program built, and has no copy of its code: "

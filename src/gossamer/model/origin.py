@@ -8,6 +8,7 @@ from gossamer.model.frozen_source import FrozenSource
 from gossamer.model.quantized_folder import QuantizedFolderSource, quantized_folder_of
 from gossamer.model.quantized_source import GgufBlocksSource, QuantizedSource
 from gossamer.model.source import ModelSource, named_by
+from gossamer.model.started_source import StartedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig
@@ -17,6 +18,8 @@ def origin_of(section: ModelSection) -> ModelSource:
     """Return the model source that the configuration names; raise BadInput, also if it names none."""
     quantized = quantized_folder_of(section)
     found = named_by(section) if quantized is None else QuantizedFolderSource.of(quantized, section.dtype)
+    if section.start is not None and quantized is None:
+        found = StartedSource(found, section.start)
     if section.base == "gguf":
         found = GgufBlocksSource(found)
     elif section.base != "full":

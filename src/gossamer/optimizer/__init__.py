@@ -107,6 +107,11 @@ class Optimizer(ABC):
         """
         return False
 
+    @property
+    def keeps_masks(self) -> bool:
+        """Return whether an update keeps the zeros that the masks of a start folder say."""
+        return False
+
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Return the floating-point operations of the matmuls in one update of parameters with these shapes; most
         optimizers have none.

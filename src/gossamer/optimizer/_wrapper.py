@@ -57,6 +57,10 @@ class Wrapper(Optimizer):
     def sets_zeros(self) -> bool:
         return self.inner.sets_zeros
 
+    @property
+    def keeps_masks(self) -> bool:
+        return self.inner.keeps_masks
+
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         return self.inner.flop(shapes)
 

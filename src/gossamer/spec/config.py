@@ -62,6 +62,10 @@ class ModelSection(Section):
     gguf: str | None = Field(None, description="path of a GGUF file")
     factory: str | None = Field(None, description='"package.module:function" that returns an nn.Module')
     config: dict[str, Any] = Field({}, description="keys of the model's own config, or arguments of the factory")
+    start: str | None = Field(
+        None,
+        description="start folder with the initial weights, and perhaps moments (`gossamer grow` writes one)",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="type the parameters are held in")
     compile: bool = Field(False, description="run the forward through torch.compile")
     adapter: Annotated[Written, MethodOf("model/adapter")] = Field(
@@ -86,6 +90,15 @@ class ModelSection(Section):
             raise ValueError(
                 f"wanted an adapter on a base in {self.base}, whose layers cannot be trained, got model.adapter none: "
                 "set model.adapter to lora, or model.base to full"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _start_of_weights(self) -> ModelSection:
+        if self.start is not None and self.base == "gguf":
+            raise ValueError(
+                "wanted the weights of one place, got model.start beside model.base gguf, the blocks of a file: "
+                "set model.base to int8 or int4, or leave model.start out"
             )
         return self
 

@@ -61,11 +61,13 @@ class Adapter(ABC):
 
     `targets`: patterns (regular expressions) of the linear layers to adapt, each found somewhere in a layer's path;
     empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
-    quantized blocks. `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
+    quantized blocks. `keeps_masks`: the merged weights keep the zeros that the masks of a start folder say.
+    `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
     """
 
     targets: tuple[str, ...]
     takes_blocks: ClassVar[bool] = False
+    keeps_masks: ClassVar[bool] = False
     replaces_layers: ClassVar[bool] = False
 
     @abstractmethod

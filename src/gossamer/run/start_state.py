@@ -1,0 +1,88 @@
+"""The state that a run takes over from its start folder beside weights: optimizer moments, and a remark on masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gossamer.run.goal import Progress
+from gossamer.sharding import RowRange, ShardedOptimizer
+from gossamer.spec.errors import bad_input
+from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.start_folder import MASKS, MOMENTS, StartFolder
+
+_OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots beside those of the optimizer that is configured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartState:
+    """The start folder of a run, and the names of the methods that take over its state.
+
+    optimizer, adapter: as the configuration writes them; keeps_masks: whether one of them keeps zeros of masks.
+    """
+
+    folder: StartFolder
+    optimizer: Written
+    adapter: Written
+    keeps_masks: bool
+
+    def take_over(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
+        """Set the optimizer states to the moments of the folder; yield (level, message) for the user.
+
+        The moments of other slots than the optimizer's are dropped, and that is said: they are those of another rule.
+        The bias correction of updates counts on from the updates of the moments. Raises BadInput for a moment of
+        another shape.
+        """
+        yield from self._moments(states, progress)
+        masks = self.folder.kinds(MASKS)
+        if masks and not self.keeps_masks:
+            names = " and ".join(
+                f"{key} {MethodConfig.parse(one).name}"
+                for key, one in (("train.optimizer", self.optimizer), ("model.adapter", self.adapter))
+            )
+            yield (
+                "warning",
+                f"{self.folder.path} has masks of {len(masks)} parameters, which {names} do not keep: "
+                "elements that were pruned to 0 are trained like all others",
+            )
+
+    def _moments(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
+        slots, stored = self.folder.slots, self.folder.kinds(MOMENTS)
+        if not slots:
+            return
+        mine = set(states.rule.slots) - _OF_ANY_RULE
+        if slots != mine:
+            name = MethodConfig.parse(self.optimizer).name
+            yield (
+                "warning",
+                f"the moments in {self.folder.path} ({', '.join(sorted(slots))}) are not those of train.optimizer "
+                f"{name} ({', '.join(sorted(mine)) or 'none'}): they are dropped, and the optimizer starts anew",
+            )
+            return
+        taken = set[str]()
+        for slot, name, rows, tensor in states.slots():
+            if slot in slots and f"{slot}/{name}" in stored:
+                self._take(slot, name, rows, tensor)
+                taken.add(name)
+        progress.updates = self.folder.moment_steps
+        yield (
+            "info",
+            f"begins with the optimizer's {', '.join(sorted(slots))} of {self.folder.path}, after "
+            f"{self.folder.moment_steps} updates ({len(taken)} parameters on this rank)",
+        )
+
+    @torch.no_grad()
+    def _take(self, slot: str, name: str, rows: RowRange, tensor: Tensor) -> None:
+        found = self.folder.tensor(f"{slot}/{name}", MOMENTS)
+        own = rows.of(found) if found.dim() and tensor.dim() else found
+        if own.shape != tensor.shape or own.is_floating_point() != tensor.is_floating_point():
+            raise bad_input(
+                wanted=f"{slot} of {name} with {tuple(tensor.shape)} for {rows.count} rows from {rows.start} on",
+                got=f"{tuple(found.shape)} {found.dtype} in {self.folder.path}",
+                do="give the model and the optimizer that the folder was written for",
+                key=self.folder.key,
+            )
+        tensor.copy_(own)
