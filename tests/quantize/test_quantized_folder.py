@@ -55,7 +55,7 @@ def logits(module: nn.Module) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("by", [{"gptq": {"bits": 3}}, {"round_to_nearest": {"bits": 4, "group": 32}}])
+@pytest.mark.parametrize("by", [{"gptq": {"bits": 3}}])
 def test_what_is_written_is_what_was_measured(place: Path, tmp_path: Path, by: Any) -> None:
     data = quantized(place, by, tmp_path / "out")
     (name,) = by
