@@ -40,19 +40,21 @@ def bits(steps: int, seeds: int, trials: Trials) -> list[Row]:
         rises = {
             by: [run[f"{by} {one}"] - run["full"] for run in found] for by in ("round_to_nearest", "gptq", "activation")
         }
-        each = [ours / plain for ours, plain in zip(rises["gptq"], rises["round_to_nearest"], strict=True)]
+        is_rise = min(rises["round_to_nearest"]) > 0  # 8 bits may change nothing that can be measured
+        pairs = zip(rises["gptq"], rises["round_to_nearest"], strict=True)
+        each = [ours / plain for ours, plain in pairs] if is_rise else []
         rows.append(
             Row(
                 method="gptq",
                 claim=f"rise of the validation loss at {one} bits; holds: below 1 with every seed",
                 baseline="round_to_nearest",
-                ratio=round(mean(rises["gptq"]) / mean(rises["round_to_nearest"]), 4),
+                ratio=round(mean(rises["gptq"]) / mean(rises["round_to_nearest"]), 4) if is_rise else None,
                 paper_ratio=PAPER.get(one),
-                spread=(round(min(each), 4), round(max(each), 4)),
+                spread=(round(min(each), 4), round(max(each), 4)) if is_rise else None,
                 seeds=seeds,
                 setting=f"byte LM of {SHAPE.layers} layers of {SHAPE.width}, {steps} steps of {TOKENS} tokens; groups "
                 f"of 64, asymmetric; {CALIBRATION} sequences of training text calibrate",
-                holds=max(each) < 1 and min(rises["round_to_nearest"]) > 0,
+                holds=max(each) < 1 if is_rise else None,
                 details={"loss": [run["full"] for run in found], "rises": rises},
             )
         )
