@@ -19,6 +19,7 @@ from gossamer.model.origin import origin_of
 from gossamer.model.packed_gguf import gguf_rows, gguf_type
 from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import quantized_layers
+from gossamer.model.started_source import start_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from model.tiny import SIZES, VOCABULARY, Plain, batch
@@ -54,7 +55,7 @@ def logits(module: nn.Module) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("by", [{"gptq": {"bits": 3}}, {"round_to_nearest": {"bits": 4, "group": 32}}])
+@pytest.mark.parametrize("by", [{"gptq": {"bits": 3}}])
 def test_what_is_written_is_what_was_measured(place: Path, tmp_path: Path, by: Any) -> None:
     data = quantized(place, by, tmp_path / "out")
     (name,) = by
@@ -173,6 +174,9 @@ def test_a_folder_that_was_changed_is_not_loaded(place: Path, tmp_path: Path) ->
     weights.write_bytes(raw[:-200])
     with pytest.raises(BadInput, match="cannot be read"):
         loaded(tmp_path / "out")
+    for more in ({"base": "int8", "adapter": "lora"}, {"config": {"hidden_size": 8}}):
+        with pytest.raises(BadInput, match=r"leave it out"):
+            origin_of(ModelSection(hf=str(tmp_path / "out"), **more))
     with pytest.raises(BadInput, match=r"model\.base"):
         origin_of(ModelSection(hf=str(tmp_path / "out"), base="int8", adapter="lora"))
 
@@ -200,6 +204,8 @@ def test_an_adapter_trains_on_a_quantized_folder(place: Path, tmp_path: Path) ->
     quantized(place, {"gptq": {"bits": 4}}, tmp_path / "out")
     module = origin_of(ModelSection(hf=str(tmp_path / "out"), adapter={"lora": {"rank": 4}})).build(0)
     assert torch.equal(logits(module.eval()), logits(loaded(tmp_path / "out")))
+    started = ModelSection(hf=str(place / "model"), start=str(tmp_path / "out"))
+    assert torch.equal(logits(module), logits(origin_of(started).build(0).eval())) and start_of(started) is None
     module.train()(**batch()).loss.backward()
     trained = {name for name, p in module.named_parameters() if p.grad is not None}
     assert trained and all("lora_" in name for name in trained)

@@ -20,7 +20,7 @@ def origin_of(section: ModelSection) -> ModelSource:
     """Return the model source that the configuration names; raise BadInput, also if it names none."""
     quantized = quantized_folder_of(section)
     found = named_by(section) if quantized is None else QuantizedFolderSource.of(quantized, section.dtype)
-    if section.start is not None:
+    if section.start is not None and quantized is None:
         found = StartedSource(found, section.start)
     if section.base == "gguf":
         found = GgufBlocksSource(found)

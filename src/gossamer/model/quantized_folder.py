@@ -32,18 +32,31 @@ _BESIDE = ("quantized.json", "config.json", "README.md")
 
 
 def quantized_folder_of(section: ModelSection) -> QuantizedFolder | None:
-    """Return the quantized folder that `model.hf` names; None where it names none. Raises BadInput for other blocks."""
-    if section.hf is None or not QuantizedFolder.is_at(path := Path(section.hf).expanduser()):
+    """Return the quantized folder that `model.start` or `model.hf` names; None where neither does.
+
+    It describes its model itself: `model.hf` or `model.factory` beside `model.start` is not read. Raises BadInput for
+    a base or a config beside it, and for both at once.
+    """
+    named = {key: Path(place).expanduser() for key in ("start", "hf") if (place := getattr(section, key)) is not None}
+    found = [key for key, path in named.items() if QuantizedFolder.is_at(path)]
+    if not found:
         return None
-    for key, is_set in (("base", section.base != "full"), ("config", bool(section.config))):
+    if found == ["hf"] and "start" in named:
+        raise bad_input(
+            wanted="weights of one place",
+            got=f"the quantized folder {section.hf} and model.start",
+            do="leave model.start out, or name the model in full precision",
+            key="model.start",
+        )
+    for key, is_set in (("base", section.base != "full"), ("config", found == ["hf"] and bool(section.config))):
         if is_set:
             raise bad_input(
                 wanted=f"no model.{key} beside a quantized folder, whose layers and sizes are what they are",
-                got=f"{getattr(section, key)!r} with {section.hf}",
+                got=f"{getattr(section, key)!r} with {named[found[0]]}",
                 do="leave it out",
                 key=f"model.{key}",
             )
-    return QuantizedFolder(path)
+    return QuantizedFolder(named[found[0]], key=f"model.{found[0]}")
 
 
 @dataclass(frozen=True)

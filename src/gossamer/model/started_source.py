@@ -17,6 +17,7 @@ from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
+from gossamer.store.quantized_folder import QuantizedFolder
 from gossamer.store.start_folder import KEY, StartFolder, state_shapes
 
 
@@ -94,9 +95,13 @@ def set_attributes(
 
 
 def start_of(section: ModelSection) -> StartFolder | None:
-    """Return the start folder that a model begins from: `model.start`, or a folder in `model.hf` that is one."""
+    """Return the start folder that a model begins from: `model.start`, or a folder in `model.hf` that is one.
+
+    None also for a quantized folder in `model.start`, which has no moments or masks.
+    """
     if section.start is not None:
-        return StartFolder(Path(section.start).expanduser())
+        path = Path(section.start).expanduser()
+        return None if QuantizedFolder.is_at(path) else StartFolder(path)
     if section.hf is not None and StartFolder.is_at(Path(section.hf).expanduser()):
         return StartFolder(Path(section.hf).expanduser(), key="model.hf")
     return None
