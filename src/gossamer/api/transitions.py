@@ -53,6 +53,17 @@ def _can_grow(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     check_growth(before, after, by)
 
 
+def _can_quantize(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    _same_shapes(before, after, by)
+    if after.config.model.adapter == "none":
+        raise bad_input(
+            wanted="an adapter in a phase that begins with a quantized model, whose integers cannot be trained",
+            got="model.adapter none",
+            do="set model.adapter to lora, or quantize after the run (gossamer quantize)",
+            key="model.adapter",
+        )
+
+
 def _continued(asked: StartRequest) -> Mapping[str, Any]:
     from gossamer.job.continued_model import write_continued
 
@@ -76,10 +87,19 @@ def _pruned(asked: StartRequest) -> Mapping[str, Any]:
     return prune_model(PruneRequest(source=asked.source, by=asked.by, out=asked.out), lambda name, done, total: None)
 
 
+def _quantized(asked: StartRequest) -> Mapping[str, Any]:
+    from gossamer.job.quantization import QuantizeRequest, quantize_model
+
+    assert asked.by is not None
+    request = QuantizeRequest(source=asked.source, by=asked.by, out=asked.out)
+    return quantize_model(request, lambda name, done, total: None)
+
+
 CONTINUED = Transition(check=_same_shapes, write=_continued)
 TRANSITIONS: Mapping[str, Transition] = {  # by category
     "grow": Transition(check=_can_grow, write=_grown),
     "prune": Transition(check=_same_shapes, write=_pruned),
+    "quantize": Transition(check=_can_quantize, write=_quantized),
 }
 
 

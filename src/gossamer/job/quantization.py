@@ -120,7 +120,7 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
         raise bad_input(
             wanted="calibration text, from whose activations the integers are chosen",
             got="none",
-            do="name text files with --data, or use --by round_to_nearest",
+            do="name text files, or use --by round_to_nearest",
             key="--data",
         )
     module = source.module.to(torch.device("cuda" if torch.cuda.is_available() else "cpu")).eval()

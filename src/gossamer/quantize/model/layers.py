@@ -112,7 +112,7 @@ def _check(module: nn.Module, chosen: Sequence[str], quantizer: Quantizer, calib
         raise bad_input(
             wanted="calibration text, from whose activations the integers are chosen",
             got="none",
-            do="name text files with --data, or use --by round_to_nearest",
+            do="name text files, or use --by round_to_nearest",
             key="data",
         )
     for name in chosen:
