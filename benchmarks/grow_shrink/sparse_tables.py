@@ -2,9 +2,9 @@
 
     pip install --no-deps recbole      # MovieLens-100K is in its wheel; the package is not imported
 
-Matrix factorization with a softmax over a random 255 items and the own one. A user's last interaction is for the report, the one before for
-tuning, all others are trained on; NDCG@10 ranks all items that the user has not seen. Sparse sides keep a quarter of
-the weights of both tables at every step. The paper finds its tables about as good as dense ones.
+Matrix factorization with a softmax over the own item and 255 random ones. A user's last interaction is for the report,
+the one before for tuning, all others are trained on; NDCG@10 ranks all items that the user has not seen. Sparse sides
+keep a quarter of the weights of both tables at every step. The paper finds its tables about as good as dense ones.
 """
 
 from __future__ import annotations
