@@ -125,13 +125,13 @@ def ndcg_of(steps: int, seeds: int, trials: Trials) -> list[Row]:
     def score(side: str) -> Callable[[float], float]:
         return lambda rate: -once(side, rate, 0)["tuning"]
 
-    grids = tuned({side: score(side) for side in SIDES}, dict.fromkeys(SIDES, 1e-2), least=3, most=5)
+    grids = tuned({side: score(side) for side in SIDES}, dict.fromkeys(SIDES, 2e-2), least=3, most=5)
     found = {side: [once(side, grids[side].best, seed) for seed in range(seeds)] for side in SIDES}
     rows = []
     for other, claim, least in (
-        ("static", "NDCG@10 at equal weights; holds: above 1", 1.0),
-        ("narrow", "NDCG@10 at equal weights; holds: above 1", 1.0),
-        ("dense", "NDCG@10 with a quarter of the weights; holds: at least 0.95", 0.95),
+        ("static", "NDCG@10 at equal weights; holds: above 1 with every seed", 1.0),
+        ("narrow", "NDCG@10 at equal weights; holds: above 1 with every seed", 1.0),
+        ("dense", "NDCG@10 with a quarter of the weights; holds: at least 0.95 with every seed", 0.95),
     ):
         each = [a["report"] / b["report"] for a, b in zip(found["dsl"], found[other], strict=True)]
         names = {"static": "static random mask", "narrow": "dense tables of a quarter of the width", "dense": "dense"}
@@ -146,7 +146,7 @@ def ndcg_of(steps: int, seeds: int, trials: Trials) -> list[Row]:
                 seeds=seeds,
                 setting=f"MovieLens-100K, width {WIDTH}, {SPARSITY:.0%} zeros, {steps} steps of {BATCH} interactions; "
                 "last interaction of 943 users",
-                holds=mean(each) > 1 if other != "dense" else mean(each) >= least,
+                holds=min(each) >= least if other == "dense" else min(each) > least,
                 details={
                     "ndcg": {side: [round(one["report"], 5) for one in each] for side, each in found.items()},
                     "weights": {side: each[0]["weights"] for side, each in found.items()},
