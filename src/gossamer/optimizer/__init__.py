@@ -121,7 +121,7 @@ class Optimizer(ABC):
     def said(self, shapes: Mapping[str, tuple[int, ...]], *, flop_per_token: float) -> str:
         """Return what is to be said of a run's model when it starts, "" for most. Raises BadInput where it is unfit.
 
-        shapes: of all trained parameters; flop_per_token: of a training step, 0 where it is not known.
+        shapes: of all trained parameters; flop_per_token: of a forward pass, 0 where it is not known.
         """
         return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gossamer.exchange import nested
 from gossamer.recipe.conflicts import clipped
 from gossamer.recipe.parameter_rules import ParameterRules
 from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
@@ -14,7 +15,7 @@ _KEY = "exchange"
 def check_loop(*, exchange: Exchanges, max_grad_norm: float) -> None:
     """Check the exchange of a user's own training loop; `auto` is all-reduce until it is chosen.
 
-    Raises BadInput for an exchange that excludes clipping, or that needs islands, which such a loop does not know.
+    Raises BadInput for an exchange that excludes clipping, or needs islands or masks, which such a loop does not know.
     """
     found = ParameterRules.read(ALL_REDUCE if exchange == AUTO else exchange, key=_KEY)
     if found.asks_for_islands:
@@ -22,6 +23,13 @@ def check_loop(*, exchange: Exchanges, max_grad_norm: float) -> None:
             wanted="an exchange without intra-island and inter-island parts, as gossamer.wrap knows no islands",
             got="an exchange with such parts",
             do="pass only its inter-island exchange (inter), or train with `gossamer train`",
+            key=_KEY,
+        )
+    if any(inside.traits.masked for one in found.exchanges for inside in nested(one)):
+        raise bad_input(
+            wanted="an exchange of all gradients, as the optimizer of your own loop moves all weights",
+            got="static_mask",
+            do="pass its inner exchange, or train with `gossamer train` and train.optimizer static_mask",
             key=_KEY,
         )
     if (error := clipped(found.exchanges, max_grad_norm, key=_KEY, clip_key="max_grad_norm")) is not None:
