@@ -41,7 +41,7 @@ QUICK_SMALL = {
     "v_cycle": Shape(width=32, layers=2, heads=2),
 }
 STEPS, TOKENS, SEEDS = 400, 2048, 2
-RATE, SMALL_RATE = 4e-3, 4e-3
+RATE, SMALL_RATE = 8e-3, 8e-3
 LENGTHS = (0.25, 0.5, 0.75, 1.0)  # of the steps from scratch
 SOURCE = {"lemon": 0.5, "g_stack": 0.1, "v_cycle": 0.5}  # steps of the small model, of the same
 WORTH = {"lemon": 9, "g_stack": 8, "v_cycle": 7}
@@ -141,8 +141,8 @@ def grown(of: Trained, shape: Shape, by: Any, *, before: Lm | None = None, momen
     target = Lm(shape)
     held = {f"{slot}/{name}": one for name, slots in of.state.items() for slot, one in slots.items()}
     task = GrowthTask(
-        source=structure_of(of.model),
-        target=structure_of(target),
+        source=structure_of(of.model, tokens=of.model.shape.context),
+        target=structure_of(target, tokens=shape.context),
         tensors={name: p.detach().double() for name, p in of.model.named_parameters()},
         moments=held if moments else {},
         degrees={"mean": 1, "square": 2} if moments else {},

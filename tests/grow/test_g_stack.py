@@ -9,7 +9,7 @@ import torch
 
 from gossamer.grow.g_stack import advised, growth_tokens
 from gossamer.spec.errors import BadInput
-from grow.grow_models import Plain, gpt2, grown, llama
+from grow.grow_models import Plain, gpt2, grown
 
 
 def test_block_i_is_block_i_mod_l_and_all_else_is_copied() -> None:
@@ -62,7 +62,7 @@ def test_below_a_billion_the_equation_asks_for_more_than_there_is_and_is_held() 
     [
         (Plain, {"layers": 5}, "set it to 4 or 6"),
         (Plain, {"layers": 4, "width": 48}, "the same residual stream in both models"),
-        (llama, {"num_hidden_layers": 4, "intermediate_size": 72}, "the same hidden units in both models"),
+        (Plain, {"layers": 4, "hidden": 72}, "the same hidden units in both models"),
         (Plain, {"layers": 1}, "larger than its source"),
     ],
 )

@@ -18,37 +18,31 @@ BIG = {"hidden_size": 40, "intermediate_size": 85, "num_hidden_layers": 5, "num_
 BIG |= {"num_attention_heads": 10}
 WIDER = {"hidden_size": 42, "num_attention_heads": 7, "num_hidden_layers": 3}
 MORE = pytest.mark.nightly
+UNTIED = {"tie_word_embeddings": False}
 CASES = [
     (llama, {}, BIG, {}),  # RMSNorm, grouped heads, remainders everywhere, depth
-    pytest.param(llama, {}, {"hidden_size": 40}, {}, marks=MORE),
     (llama, {"tie_word_embeddings": True}, {**BIG, "hidden_size": 60, "tie_word_embeddings": True}, {}),
+    (gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 3}, {}),  # LayerNorm, Conv1D, fused, tied, positions
+    (Plain, {}, {"width": 64, "layers": 5, "heads": 7, "hidden": 50}, {}),  # eps of its own, torch's attention
+    (Plain, {}, {"width": 64, "layers": 5, "heads": 9, "hidden": 90}, {"depth": 2}),
+]
+MORE_CASES = [
+    (llama, {}, {"hidden_size": 40}, {}),
     (llama, {}, {**BIG, "hidden_size": 50, "num_hidden_layers": 4}, {"depth": 2}),
     (llama, {}, {"num_attention_heads": 8}, {}),  # more query heads to a key-value head
-    pytest.param(llama, {}, {"num_hidden_layers": 3}, {}, marks=MORE),
-    (gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 3}, {}),  # LayerNorm, Conv1D, fused, tied, positions
-    pytest.param(gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 4}, {"depth": 2}, marks=MORE),
-    (gpt2, {"tie_word_embeddings": False}, {"n_embd": 60, "n_head": 10, "tie_word_embeddings": False}, {"spread": 0.0}),
+    (llama, {}, {"num_hidden_layers": 3}, {}),
+    (gpt2, {}, {"n_embd": 60, "n_head": 10, "n_layer": 4}, {"depth": 2}),
+    (gpt2, UNTIED, {"n_embd": 60, "n_head": 10, **UNTIED}, {"spread": 0.0}),
     (qwen3, {}, BIG, {}),  # norms over the size of a head
-    pytest.param(
-        neox,
-        {},
-        {**WIDER, "intermediate_size": 50},
-        {},
-        marks=MORE,
-    ),
-    pytest.param(
-        opt,
-        {},
-        {**WIDER, "ffn_dim": 50},
-        {},
-        marks=MORE,
-    ),
+    (neox, {}, {**WIDER, "intermediate_size": 50}, {}),
+    (opt, {}, {**WIDER, "ffn_dim": 50}, {}),
     (bert, {}, {"hidden_size": 48, "num_attention_heads": 8, "intermediate_size": 50}, {}),
-    (Plain, {}, {"width": 64, "layers": 5, "heads": 7, "hidden": 50}, {}),  # eps of its own, torch's attention
 ]
 
 
-@pytest.mark.parametrize(("make", "small", "large", "fields"), CASES)
+@pytest.mark.parametrize(
+    ("make", "small", "large", "fields"), [*CASES, *(pytest.param(*one, marks=MORE) for one in MORE_CASES)]
+)
 def test_logits_are_equal_to_the_last_digits(make: Any, small: Any, large: Any, fields: Any) -> None:
     source, target, _ = grown(make, small, large, {"lemon": fields})
     assert float(logits(source).std()) > 0.1

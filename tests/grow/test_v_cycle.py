@@ -16,7 +16,7 @@ from grow.grow_models import Plain, fill, gpt2, grown, llama, logits, spread_out
 WIDE_LLAMA = {"hidden_size": 48, "intermediate_size": 72, "num_key_value_heads": 4, "num_attention_heads": 8}
 CASES = [
     (gpt2, {}, {"n_embd": 48, "n_head": 8}),  # tied
-    (llama, {}, WIDE_LLAMA),
+    pytest.param(llama, {}, WIDE_LLAMA, marks=pytest.mark.nightly),
     (llama, {"tie_word_embeddings": True}, {**WIDE_LLAMA, "tie_word_embeddings": True}),
     (Plain, {}, {"width": 72, "heads": 8, "hidden": 108}),
 ]

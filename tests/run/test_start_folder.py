@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gossamer.model.origin import origin_of
-from gossamer.model.started_source import start_of
+from gossamer.model.started_source import set_attributes, start_of
 from gossamer.optimizer.adamw import AdamW
 from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.spec.config import ModelSection
@@ -20,7 +20,7 @@ from gossamer.spec.plan import Plan
 from gossamer.store.start_folder import MASKS, MOMENTS, WEIGHTS, StartContent, StartFolder, start_state, write_start
 from run.adapter_jobs import HEADS, LR, SIZES, Rows
 
-STEPS, MOMENT_STEPS = 4, 7
+STEPS, MOMENT_STEPS, EPS = 4, 7, "model.norm.variance_epsilon"
 CONFIG = {**SIZES, **HEADS, "num_hidden_layers": 2}
 
 
@@ -47,9 +47,12 @@ def written(folder: Path, slots: tuple[str, ...] = ("mean", "square"), **more: o
         said={"loss": 1.5},
         moments=moments,
         moment_steps=MOMENT_STEPS,
+        attributes={EPS: 0.5},
+        config_keys={"rms_norm_eps": 0.5},
         **more,
     )
     write_start(folder, content)
+    module.model.norm.variance_epsilon = 0.5
     return module, moments
 
 
@@ -165,6 +168,16 @@ def test_what_is_no_start_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="a parameter 'x'"):
         write_start(tmp_path / "new", StartContent(tensors={}, method="m", source="", masks={"x": torch.ones(1)}))
     assert not (tmp_path / "new").exists()
+
+
+def test_an_attribute_is_set_wherever_the_model_is_built_and_kept_in_its_config(tmp_path: Path) -> None:
+    written(tmp_path / "start")
+    origin = origin_of(section(tmp_path / "start"))
+    assert origin.build(0).model.norm.variance_epsilon == origin.bare(0).model.norm.variance_epsilon == 0.5
+    kept = origin.kept()["config.json"]
+    assert isinstance(kept, bytes) and json.loads(kept)["rms_norm_eps"] == 0.5
+    with pytest.raises(BadInput, match=r"with the number model\.norm\.eps"):
+        set_attributes(model(), {"model.norm.eps": 1.0}, {})
 
 
 def test_a_hugging_face_folder_that_is_a_start_folder_gives_its_moments(tmp_path: Path) -> None:

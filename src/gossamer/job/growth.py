@@ -33,7 +33,7 @@ from gossamer.run.checkpoint.choice import LATEST, open_chosen
 from gossamer.run.resources import memory
 from gossamer.settings import load
 from gossamer.spec.config import ModelSection, RunConfig
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.gguf import read_summary
 from gossamer.store.slices import REPLICATED
@@ -135,7 +135,8 @@ def grown_between(small: GrowthSource, large: nn.Module, method: Growth, config:
     What the method promises is proved on a batch of random tokens, in float64 where both models fit memory in it.
     """
     before = read_source(Path(method.before)).tensors if method.before else {}
-    structures = structure_of(small.module), structure_of(large)
+    tokens = _length(small.module, large, config)
+    structures = structure_of(small.module, tokens=tokens), structure_of(large, tokens=tokens)
     wide = _fits_wide(small.module, large)
     task = GrowthTask(
         source=structures[0],
@@ -152,7 +153,7 @@ def grown_between(small: GrowthSource, large: nn.Module, method: Growth, config:
     attributes = eps_attributes(structures[1], grown.eps)
     config_keys = eps_keys(large, structures[1], grown.eps)
     set_attributes(large, attributes, config_keys)
-    said = {**grown.said, **_proved(small.module, large, grown, method, wide)}
+    said = {**grown.said, **_proved(small.module, large, grown, method, wide=wide, tokens=tokens)}
     if attributes:
         said["eps"] = sorted(set(attributes.values()))
     tensors = {name: tensor.detach().clone() for name, tensor in start_state(large)}
@@ -252,6 +253,19 @@ def _target(config: RunConfig, small: GrowthSource) -> nn.Module:
     return origin.bare(config.train.seed).eval()
 
 
+@torch.no_grad()
+def _length(small: nn.Module, large: nn.Module, config: RunConfig) -> int:
+    """Return the tokens of a sequence that both models take: a few, or as many as the run has."""
+    try:
+        for module in (small, large):
+            _logits(module, torch.zeros(1, _TOKENS, dtype=torch.long))
+    except BadInput:
+        raise
+    except Exception:  # whatever a forward of one length alone raises
+        return config.data.sequence
+    return _TOKENS
+
+
 def _fits_wide(small: nn.Module, large: nn.Module) -> torch.dtype:
     """Return float64 where both models and what is between them fit memory in it, else float32."""
     numel = sum(p.numel() for module in (small, large) for p in module.parameters())
@@ -259,14 +273,16 @@ def _fits_wide(small: nn.Module, large: nn.Module) -> torch.dtype:
 
 
 @torch.no_grad()
-def _proved(small: nn.Module, large: nn.Module, grown: Grown, method: Growth, wide: torch.dtype) -> dict[str, Any]:
+def _proved(
+    small: nn.Module, large: nn.Module, grown: Grown, method: Growth, *, wide: torch.dtype, tokens: int
+) -> dict[str, Any]:
     """Fill `large`, and return how far its logits are from those of `small`: in `wide`, and in the type it has.
 
     Raises BadInput where a method that promises equal logits does not give them.
     """
     vocabulary = _vocabulary(large)
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (_ROWS, _TOKENS), generator=draw)
+    ids = torch.randint(0, vocabulary, (_ROWS, tokens), generator=draw)
     first, second = copied(small).to(wide), copied(large).to(wide)
     _fill(second, grown.tensors)
     expected = _logits(first, ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,9 +90,10 @@ def set_attributes(
             do = "give the model that the start folder was written for"
             raise bad_input(wanted=f"a model with the number {path}, to set it", got="none", do=do, key=key)
         setattr(parts[at], name, value)
-    config = getattr(module, "config", None)
+    if config_keys:
+        module.config = copy.deepcopy(module.config)  # that of the source is for every model that it builds
     for name, value in config_keys.items():
-        setattr(config, name, value)
+        setattr(module.config, name, value)
 
 
 def start_of(section: ModelSection) -> StartFolder | None:

@@ -33,7 +33,7 @@ from gossamer.spec.errors import BadInput, bad_input
 STREAM, VOCABULARY, POSITIONS, HEADS, HEAD_SIZE, HIDDEN, FIXED = (
     *("residual stream", "vocabulary", "positions", "heads", "head size", "hidden units", "fixed"),
 )
-_ROWS, _TOKENS = 3, 11  # of the batch that is traced
+_ROWS, TOKENS = 3, 11  # of the batch that is traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,10 @@ class ModelStructure:
         return frozenset(found)
 
 
-def structure_of(module: nn.Module) -> ModelStructure:
+def structure_of(module: nn.Module, *, tokens: int = TOKENS) -> ModelStructure:
     """Trace the forward of `module` on shapes alone, in evaluation mode; the module itself is left as it is.
+
+    tokens: of a sequence, for models that take one length alone.
 
     Raises BadInput for an operator that cannot be followed, and for a forward that takes no tokens.
     """
@@ -127,7 +129,7 @@ def structure_of(module: nn.Module) -> ModelStructure:
             outline.get_submodule(name).register_forward_hook(lambda _, __, out: outputs.append(out)) for name in blocks
         ]
         caller = caller_of(outline)
-        batch = {"input_ids": torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) % 2}
+        batch = {"input_ids": torch.arange(_ROWS * tokens).reshape(_ROWS, tokens) % 2}
         with torch.no_grad(), plain_attention(outline), DimensionTrace(outline) as trace:
             output = caller(outline, batch)
         for hook in hooks:

@@ -34,12 +34,27 @@ def eps_attributes(structure: ModelStructure, wanted: Mapping[str, float]) -> di
 
 
 def eps_keys(module: nn.Module, structure: ModelStructure, wanted: Mapping[str, float]) -> dict[str, float]:
-    """Return the keys of a config of transformers that are to say a changed epsilon; none for other models."""
+    """Return the keys of a config of transformers that are to say a changed epsilon; none for other models.
+
+    Raises BadInput where no key says it, or where one says that of other norms too, which keep theirs.
+    """
     config = getattr(module, "config", None)
-    keys = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    if config is None or not hasattr(config, "to_dict"):
+        return {}
     known = {one.weight: one.eps for one in structure.norms}
     found = dict[str, float]()
     for weight, value in wanted.items():
-        if value != known[weight]:
-            found |= {name: value for name, held in keys.items() if "eps" in name and held == known[weight]}
+        if value == known[weight]:
+            continue
+        keys = [name for name, held in config.to_dict().items() if "eps" in name and held == known[weight]]
+        others = [name for name, eps in known.items() if eps == known[weight] and wanted.get(name, eps) != value]
+        if not keys or others:
+            why = f"it is that of {others[0]} too, which keeps it" if others else "no key of the config says it"
+            raise bad_input(
+                wanted=f"a config that can say epsilon {value:g} of {weight}",
+                got=why,
+                do="set the target's width to a multiple of the source's, where no epsilon changes",
+                key="--to",
+            )
+        found |= dict.fromkeys(keys, value)
     return found
