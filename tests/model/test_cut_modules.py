@@ -150,7 +150,9 @@ DROPPING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Ten
 }
 
 
-@pytest.mark.parametrize("kind", DROPPING)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[pytest.mark.nightly] if one == "encoder_decoder" else []) for one in DROPPING]
+)
 def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
     make, inputs = DROPPING[kind]
     torch.manual_seed(0)

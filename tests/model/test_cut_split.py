@@ -118,7 +118,9 @@ def test_input_and_weight_parts_are_the_whole(kind: str, stages: int) -> None:
 
 
 @pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.nightly), 3])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[] if one == "gpt2" else [pytest.mark.nightly]) for one in MODELS]
+)
 def test_models_of_transformers(kind: str, stages: int) -> None:
     """With dropout: every forward, again or not, is under the key of its micro-batch."""
     transformers = importlib.import_module("transformers")

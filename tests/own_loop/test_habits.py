@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
-HABITS = (
+DAILY = (
     *("plain", "zero_by_the_model", "two_backwards", "backward_given_up", "accumulate_short_group"),
     *("clip_grad_norm", "grad_scaler", "gradient_by_autograd_grad", "hook_that_clamps"),
     *("ignore_index", "class_weights", "sum_with_penalty", "root_of_the_mean"),
@@ -25,6 +27,8 @@ HABITS = (
         "rows_of_a_class",
         "rows_augmented_later",
     ),
+)
+BY_NIGHT = (
     *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
     *("contrast_with_rows_by_a_function", "sum_times_a_tensor", "mean_over_rows_then_over_tasks", "mean_without_nan"),
     *("evaluated_on_the_wrapped_loader", "size_as_long_as_the_batch", "attention_of_square_batches_turned"),
@@ -33,15 +37,16 @@ HABITS = (
 )
 
 
-def test_habits_are_exact_or_refused() -> None:
-    ranks, habits = "2", ",".join(HABITS)
+@pytest.mark.parametrize("some", [DAILY, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)], ids=["daily", "by night"])
+def test_habits_are_exact_or_refused(some: tuple[str, ...]) -> None:
+    ranks, habits = "2", ",".join(some)
     command = [sys.executable, str(ROOT / "benchmarks" / "loops.py"), "--ranks", ranks, "--habits", habits, "--json"]
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([*command, "--no-fp32"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["habit"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
-    assert set(rows) == set(HABITS)
+    assert set(rows) == set(some)
     bad = [f"{row['habit']}: wanted {row['wanted']}, {row['detail']}" for row in rows.values() if not row["good"]]
     assert not bad, "\n".join(bad)
     assert {"equal", "refused"} == {row["result"] for row in rows.values()}

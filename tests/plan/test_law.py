@@ -277,7 +277,12 @@ REFUSED: dict[str, set[str]] = {
 }
 
 
-@pytest.mark.parametrize("one", SHAPES)
+DAILY = ("stages", "zero3", "diloco")  # the others by night
+
+
+@pytest.mark.parametrize(
+    "one", [pytest.param(one, marks=[] if one in DAILY else [pytest.mark.nightly]) for one in SHAPES]
+)
 def test_every_door_says_the_same(one: str, at_the_doors: Path) -> None:
     """Of what a run is made of, beside everything else that changes what a run is."""
     refused, lawful = [], []

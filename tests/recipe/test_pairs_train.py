@@ -33,19 +33,14 @@ BY_NAME = {one.name: one for one in FEATURES.FEATURES}
 AT_ONCE = 1  # runs of one job, which has a deadline
 SPREAD = (
     ("pipeline stages", "top-k"),
-    ("uneven stages", "momentum of the exchange"),
     ("activation compression", "PowerSGD"),
-    ("unequal batch fractions", "ZeRO 3"),
     ("unequal batch fractions", "local SGD"),
     ("ZeRO 1", "EF21"),
-    ("ZeRO 1 within islands", "DiLoCo"),
     ("ZeRO 2", "schedule-free AdamW"),
     ("SDP4Bit", "recompute"),
     ("int8 all-reduce", "gossip"),
     ("hierarchical exchange", "CSER"),
-    ("CO2", "1-bit Adam"),
     ("Eva", "cut cross-entropy"),
-    ("momentum of the exchange", "fp16"),
 )
 
 
