@@ -29,7 +29,7 @@ def test_another_shell_is_refused_with_those_that_there_are(capsys: pytest.Captu
     [
         (["sw"], ["sweep"]),
         (["sweep", "--ha"], ["--halving"]),
-        (["export", "a", "b", "--to", ""], ["hf", "peft", "gguf"]),
+        (["export", "a", "b", "--to", ""], ["hf", "peft", "gguf", "side"]),
     ],
 )
 def test_bash_completes_commands_options_and_their_values(

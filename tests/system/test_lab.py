@@ -14,6 +14,7 @@ from system.command import SIZES, Place, losses, records
 pytestmark = [pytest.mark.lab, pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))]
 
 
+@pytest.mark.nightly
 def test_four_hosts_train_what_one_process_trains(place: Place) -> None:
     sections = {
         "model": {"hf": "llama", "config": {**SIZES, "hidden_size": 128, "intermediate_size": 256}},

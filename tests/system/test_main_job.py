@@ -69,6 +69,7 @@ def test_resume_with_more_steps_goes_on_at_the_next_sample(trained: Trained, pla
     assert {**losses(run), **losses(trained.run)} == losses(run)
 
 
+@pytest.mark.nightly
 def test_resume_with_another_plan_plans_again(trained: Trained, place: Place) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
     wanted = ("plan.sync={local_sgd: {sync_every: 2}}", "plan.sharding=zero1")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from system.command import SIZES, Place, records
 
 # The model of all; on rank 2 the factory also takes a share of the learning rate for itself, from the third step on.
@@ -22,6 +24,7 @@ def make():
 """
 
 
+@pytest.mark.nightly
 def test_a_rate_that_is_one_percent_higher_is_named_before_it_is_saved(place: Place) -> None:
     (place.folder / "cheating.py").write_text(CHEATING)
     config = place.config(model={"factory": "cheating:make"}, train={"verify": {"every": 1}}, machines={"processes": 3})
