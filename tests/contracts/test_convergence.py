@@ -34,7 +34,12 @@ def declared(name: str) -> Exchange:
     return one if one.traits.lossless or one.traits.remembers else ErrorFeedback(one)
 
 
-@pytest.mark.parametrize("name", exchange_methods.names())
+SLOW = ("qsgd", "all_gather")  # two_shot is their near relative
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.nightly] if one in SLOW else []) for one in exchange_methods.names()]
+)
 def test_it_comes_to_the_optimum_with_its_feedback(name: str) -> None:
     if crew.example(name).traits.masked:
         pytest.skip("what it leaves out no feedback recovers, by its declaration")

@@ -148,7 +148,7 @@ def test_islands_meet_as_in_one_process(pool: Pool, tmp_path: Path, base: str) -
 
 @pytest.mark.parametrize(
     ("adapter", "held"),
-    [("lora", "int8"), *(pytest.param(*one, marks=pytest.mark.nightly) for one in AT_NIGHT)],
+    [pytest.param(*one, marks=pytest.mark.nightly) for one in (("lora", "int8"), *AT_NIGHT)],
 )
 def test_on_a_base_in_blocks_it_is_peft_on_the_decoded_weights(
     pool: Pool, tmp_path: Path, base: str, adapter: str, held: str

@@ -57,6 +57,7 @@ def test_a_killed_rank_is_named_and_the_others_are_collateral(place: Place) -> N
     assert latest_good(run / "checkpoints")[0].step == 2
 
 
+@pytest.mark.nightly
 def test_a_stopped_rank_is_named_with_its_last_operation(place: Place) -> None:
     process = held(place)
     os.kill(pid(place, 1), signal.SIGSTOP)

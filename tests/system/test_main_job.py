@@ -60,6 +60,7 @@ def test_a_run_is_listed_compared_and_reported_by_a_part_of_its_name(trained: Tr
     assert other.is_dir()
 
 
+@pytest.mark.nightly
 def test_resume_with_more_steps_goes_on_at_the_next_sample(trained: Trained, place: Place) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
     said = trained.place.good("resume", run, "train.steps=8", "--json").last()
@@ -124,6 +125,7 @@ def held(place: Place, config: Path, *more: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.nightly
 def test_stopped_by_a_scheduler_and_requeued_it_is_the_same_run_bit_for_bit(place: Place) -> None:
     config = watched(place, steps=14)
     process = held(place, config, "--resume", "auto")
