@@ -8,6 +8,7 @@ import pytest
 
 from gossamer.spec.config import PlanSection
 from gossamer.spec.plan import Plan
+from gossamer.spec.upgrade import configuration
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,14 @@ def test_savers_that_were_asked_for_stay() -> None:
     asked["savers"] = [{"recompute": {"every": 2}}]  # type: ignore[assignment]
     assert PlanSection.model_validate(asked).savers == [{"recompute": {"every": 2}}]
     assert PlanSection.model_validate({"pipeline_schedule": "gpipe"}).savers == "auto"
+
+
+def test_a_parameter_that_is_called_as_a_method_was_keeps_its_name() -> None:
+    written = {
+        "plan": {"sharding": {"zero1": {"whole": True}}},
+        "train": {"loss": {"taid": {"teacher": "a", "top_k": 8}}},
+    }
+    assert configuration(written) == written
+    assert configuration({"plan": {"exchange": {"error_feedback": {"top_k": {"fraction": 0.1}}}}}) == {
+        "plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}
+    }

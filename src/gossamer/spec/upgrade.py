@@ -90,5 +90,10 @@ def _method(written: Any, names: Mapping[str, str] = MappingProxyType({})) -> An
         return [_method(one) for one in written]
     if not isinstance(written, Mapping):
         return written
-    renamed = ((names.get(name, METHODS.get(name, name)), inside) for name, inside in written.items())
+    renamed = ((_name_now(name, inside, names), inside) for name, inside in written.items())
     return {name: _method(inside, PARAMETERS.get(name, {})) for name, inside in renamed}
+
+
+def _name_now(name: str, value: Any, names: Mapping[str, str]) -> str:
+    """Return the present name of a parameter or method; a number or a switch is a parameter's (whole: true)."""
+    return names.get(name, name if isinstance(value, bool | int | float) else METHODS.get(name, name))
