@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_lines
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossamer.api import verbs
-from gossamer.cli.output import CommandResult, Json, table
-from gossamer.spec.errors import bad_input
-from gossamer.spec.method_config import Written
+from gossamer.cli.evaluate import progress_bars
+from gossamer.cli.losses import check_counts, losses_told
+from gossamer.cli.output import CommandResult, Json
+from gossamer.settings.written_method import written_method
 from gossamer.spec.units import show_bytes, show_seconds
-from gossamer.view.screen import Screen
 
 _SHOWN = 6  # names of layers, at most
 
@@ -71,36 +70,25 @@ def prune(
     checkpoint
         latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
-    least = {"calibration": (calibration, 1), "sequences": (sequences, 1), "sequence": (sequence, 2)}
-    for name, (value, low) in least.items():
-        if value is not None and value < low:
-            raise bad_input(wanted=f"a number >= {low}", got=str(value), do=f"give {low} or more", key=f"--{name}")
-    found = verbs.prune(
-        source,
-        by=_written(by),
-        sparsity=sparsity,
-        pattern=pattern,
-        include=include,
-        exclude=exclude,
-        data=data,
-        out=out,
-        calibration=calibration,
-        seed=seed,
-        sequence=sequence,
-        sequences=sequences,
-        checkpoint=checkpoint,
-    )
+    check_counts(calibration=calibration, sequences=sequences, sequence=sequence)
+    with progress_bars() as tick:
+        found = verbs.prune(
+            source,
+            by=written_method(by, key="--by"),
+            sparsity=sparsity,
+            pattern=pattern,
+            include=include,
+            exclude=exclude,
+            data=data,
+            out=out,
+            calibration=calibration,
+            seed=seed,
+            sequence=sequence,
+            sequences=sequences,
+            checkpoint=checkpoint,
+            progress=tick,
+        )
     return CommandResult(found, _told(found), is_report=True)
-
-
-def _written(by: str) -> Written:
-    if not by.startswith("{"):
-        return by
-    try:
-        found: Written = json_lines.loads(by)
-    except ValueError as error:
-        raise bad_input(wanted="a method's name, or JSON", got=by, do=f"correct it: {error}", key="--by") from None
-    return found
 
 
 def _told(data: Mapping[str, Any]) -> str:
@@ -114,12 +102,7 @@ def _told(data: Mapping[str, Any]) -> str:
         f"weights); {show_bytes(dense)}, of which a bit per weight and what is kept are {show_bytes(sparse)} "
         f"({sparse / dense:.0%})",
     ]
-    if data["texts"]:
-        rows: list[Sequence[str]] = [("text", "loss before", "after", "difference", "sequences")]
-        rows += [_row(one) for one in data["texts"]]
-        said.append(table(rows, screen=Screen.of()))
-    else:
-        said.append("no text: the loss was not measured (name files with --data)")
+    said.append(losses_told(data["texts"], name_files="name files with --data"))
     if data["by_magnitude"]:
         said.append(f"no token reached {_some(data['by_magnitude'])}: pruned by magnitude")
     for why, names in _grouped(data["left_out"]).items():
@@ -127,11 +110,6 @@ def _told(data: Mapping[str, Any]) -> str:
     if data["out"] is not None:
         said.append(f"{data['out']} is written: model.start: {data['out']} begins a run with it")
     return "\n".join(said)
-
-
-def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    before, after = one["loss_before"], one["loss_after"]
-    return (one["text"], f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}", str(one["sequences"]))
 
 
 def _grouped(left_out: Sequence[tuple[str, str]]) -> dict[str, list[str]]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json as json_lines
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gossamer.api import verbs
 from gossamer.cli.evaluate import progress_bars
+from gossamer.cli.losses import check_counts, losses_told
 from gossamer.cli.output import CommandResult, Json, table
-from gossamer.spec.errors import bad_input
-from gossamer.spec.method_config import Written
+from gossamer.settings.written_method import written_method
 from gossamer.spec.units import show_bytes, show_seconds
 from gossamer.view.screen import Screen
 
 _SHOWN = 6  # layers, those of the largest errors
+_NAME_FILES = "name files after the model"
 
 
 def quantize(
@@ -68,14 +68,11 @@ def quantize(
     checkpoint
         latest, best (of a run with train.keep_best) or the step of a checkpoint.
     """
-    least = {"calibration": (calibration, 1), "sequences": (sequences, 1), "sequence": (sequence, 2)}
-    for name, (value, low) in least.items():
-        if value is not None and value < low:
-            raise bad_input(wanted=f"a number >= {low}", got=str(value), do=f"give {low} or more", key=f"--{name}")
+    check_counts(calibration=calibration, sequences=sequences, sequence=sequence)
     with progress_bars() as tick:
         found = verbs.quantize(
             source,
-            by=_written(by),
+            by=written_method(by, key="--by"),
             bits=bits,
             group=group,
             symmetric=symmetric,
@@ -91,16 +88,6 @@ def quantize(
     return CommandResult(found, _told(found), is_report=True)
 
 
-def _written(by: str) -> Written:
-    if not by.startswith("{"):
-        return by
-    try:
-        found: Written = json_lines.loads(by)
-    except ValueError as error:
-        raise bad_input(wanted="a method's name, or JSON", got=by, do=f"correct it: {error}", key="--by") from None
-    return found
-
-
 def _told(data: Mapping[str, Any]) -> str:
     step = "" if data["step"] is None else f", step {data['step']}"
     layers = data["layers"]
@@ -112,7 +99,7 @@ def _told(data: Mapping[str, Any]) -> str:
         f"{len(layers)} linear layers at {data['bits_per_weight']:.2f} bits per weight, {len(data['kept'])} other "
         f"matrices stay; {show_bytes(before)} -> {show_bytes(after)} ({after / before:.0%})",
     ]
-    said += [*_told_of_losses(data), _worst(layers)]
+    said += [losses_told(data["texts"], name_files=_NAME_FILES), _worst(layers)]
     said += [f"note: {name}: {one}" for name, one in _remarks(layers)]
     return "\n".join([*said, *_told_of_target(data)])
 
@@ -125,16 +112,9 @@ def _told_of_subnet(data: Mapping[str, Any]) -> list[str]:
     return [
         f"the best of {data['subnets']} subnets: {data['bits_per_weight']:.3f} bits on average ({shown}); "
         f"{show_bytes(data['bytes_before'])} at the largest widths -> {show_bytes(data['bytes_after'])}",
-        *_told_of_losses(data),
+        losses_told(data["texts"], name_files=_NAME_FILES),
         *_told_of_target(data),
     ]
-
-
-def _told_of_losses(data: Mapping[str, Any]) -> list[str]:
-    if not data["texts"]:
-        return ["no text: the loss was not measured (name files after the model)"]
-    rows: list[Sequence[str]] = [("text", "loss before", "after", "difference", "sequences")]
-    return [table([*rows, *(_row(one) for one in data["texts"])], screen=Screen.of())]
 
 
 def _told_of_target(data: Mapping[str, Any]) -> list[str]:
@@ -142,11 +122,6 @@ def _told_of_target(data: Mapping[str, Any]) -> list[str]:
         return []
     written = f"{data['out']} is written ({show_bytes(data['file_bytes'])})"
     return [written, *(f"note: {note}" for note in data["notes"])]
-
-
-def _row(one: Mapping[str, Any]) -> tuple[str, ...]:
-    before, after = one["loss_before"], one["loss_after"]
-    return (one["text"], f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}", str(one["sequences"]))
 
 
 def _worst(layers: Sequence[Mapping[str, Any]]) -> str:
