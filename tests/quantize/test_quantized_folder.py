@@ -157,10 +157,13 @@ def test_sources_and_targets_that_are_refused(place: Path, tmp_path: Path) -> No
         quantized(place, {"round_to_nearest": {}}, tmp_path / "out")
     with pytest.raises(BadInput, match="calibration text"):
         quantize_model(QuantizeRequest(source=place / "model", by="gptq"))
-    with pytest.raises(BadInput, match="at least 2 sequences"):
-        quantize_model(
-            QuantizeRequest(source=place / "model", by="gptq", data=(str(place / "text.txt"),), sequence=4096)
-        )
+    (tmp_path / "short.txt").write_text("too short")
+    for file, sequence, words in (
+        (place / "text.txt", 4096, "at most 2048 tokens, as many as the model sees"),
+        (tmp_path / "short.txt", 2048, "at least 2 sequences"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            quantize_model(QuantizeRequest(source=place / "model", by="gptq", data=(str(file),), sequence=sequence))
 
 
 def test_a_folder_that_was_changed_is_not_loaded(place: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Masked weights, shared by the optimizers that hold a part of the weights at 0: their masks, gradients and zeros."""
+"""Optimizers around others that hold a part of the weights at 0: their masks, gradients and zeros."""
 
 from __future__ import annotations
 
@@ -9,8 +9,57 @@ from torch import Tensor
 
 from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer import OptimizerState
+from gossamer.optimizer._wrapper import Wrapper
 
 KEPT = "kept"  # the slot of a mask: uint8, 1 where a weight is trained
+
+
+class Masked(Wrapper):
+    """An optimizer whose inner one sees no gradient of masked weights, and whose masked weights stay 0."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inner.slots, KEPT)
+
+    @property
+    def sets_zeros(self) -> bool:
+        return True
+
+    @torch.no_grad()
+    def update(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        self.inner.update(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
+        if lr_scale:  # inner rules that mix elements (Muon, LAMB) move masked weights
+            clear(params, grads, state)
+            self.remask(params, grads, state, update=step + 1)
+
+    @torch.no_grad()
+    def update_apart(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
+    ) -> None:
+        self.inner.update_apart(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
+        if lr_scale:
+            clear(params, grads, state)
+            self.remask(params, grads, state, update=step + 1)
+
+    def remask(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptimizerState, *, update: int
+    ) -> None:
+        """Change the masks after an update (the first one has the number 1); grads: unmasked. Most do not."""
+        return None
 
 
 @torch.no_grad()

@@ -27,9 +27,8 @@ from torch import Tensor
 from gossamer.ops.splitmix import outputs
 from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer import Optimizer, OptimizerState, is_coded
-from gossamer.optimizer._masked import KEPT, clear, first_masks, hold_at_zero, masked
+from gossamer.optimizer._masked import KEPT, Masked, first_masks, hold_at_zero
 from gossamer.optimizer._patterns import check_found, check_patterns
-from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import below_one, positive
@@ -38,7 +37,7 @@ _LARGE = (1024, 256)  # a table so large has states in 8 bits where the inner ru
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dsl(Wrapper):
+class Dsl(Masked):
     """An optimizer that trains a changing part of every table: all but the fraction `sparsity`.
 
     `parameters`: regular expressions; parameters in whose name one is found are tables. `fraction`: part of the kept
@@ -73,16 +72,8 @@ class Dsl(Wrapper):
         return StaticMaskDraw(sparsity=self.sparsity, seed=self.seed, parameters=self.parameters)
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        return (*self.inner.slots, KEPT)
-
-    @property
     def by_element(self) -> bool:
         return False  # the least of a table is chosen among all of its rows
-
-    @property
-    def sets_zeros(self) -> bool:
-        return True
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
@@ -106,46 +97,10 @@ class Dsl(Wrapper):
     ) -> OptimizerState:
         return first_masks(self.inner.init_rows(rows, shapes, starts), rows, shapes, starts, self.first_mask)
 
-    @torch.no_grad()
-    def update(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
+    def remask(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptimizerState, *, update: int
     ) -> None:
-        self.inner.update(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
-        self._after(params, grads, state, lr_scale=lr_scale, step=step)
-
-    @torch.no_grad()
-    def update_apart(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        self.inner.update_apart(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
-        self._after(params, grads, state, lr_scale=lr_scale, step=step)
-
-    def _after(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        """Hold masked weights at 0, and explore where that is due."""
-        if not lr_scale:
-            return
-        clear(params, grads, state)
-        update = step + 1
+        """Explore where that is due."""
         if update % self.interval or update >= self.steps:
             return
         ratio = self.fraction * (1 + math.cos(math.pi * update / self.steps)) / 2

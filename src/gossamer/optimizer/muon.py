@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gossamer.ops.static_mask import NO_LINEAR_LAYER
 from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._foreach import chosen
-from gossamer.optimizer._patterns import check_found, check_patterns
+from gossamer.optimizer._matrices import MatrixOptimizer
+from gossamer.optimizer._patterns import check_patterns
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import below_one, not_negative, positive
@@ -43,8 +41,8 @@ _LEAST_NORM = 1e-7
 _FUSED = ((r"\bc_attn\.weight$", 3, 1), (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Muon(Optimizer):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Muon(MatrixOptimizer):
     """Orthogonalized momentum for matrices, and `rest` for every other parameter, with a rate of its own.
 
     `matrices`: regular expressions of the names of matrices; empty: every parameter of two dimensions whose name does
@@ -89,111 +87,35 @@ class Muon(Optimizer):
                     wanted=f"parts >= 1 along dimension 0 or 1 for {pattern!r}", got=f"{parts}, {dim}", do=do
                 )
 
-    def check(self, names: Collection[str]) -> None:
-        self.rest.check([name for name in names if not self._may_be_matrix(name)])
-        check_found(self.matrices, names, "train.optimizer.muon.matrices")
-
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.rest.slots, "momentum") if "momentum" not in self.rest.slots else self.rest.slots
 
-    @property
-    def by_element(self) -> bool:
-        return False
-
-    @property
-    def by_parameter(self) -> bool:
-        return self.rest.by_parameter
-
-    @property
-    def can_start_local(self) -> bool:
-        return self.rest.can_start_local
-
-    @property
-    def remark(self) -> str:
-        return self.rest.remark
-
-    @property
-    def counts_each(self) -> bool:
-        return self.rest.counts_each
-
-    @property
-    def sets_zeros(self) -> bool:
-        return self.rest.sets_zeros
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
-
-    def init_rows(
-        self,
-        rows: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        starts: Mapping[str, int] | None = None,
-    ) -> OptimizerState:
-        matrices, others = self._split(rows)
-        state = self.rest.init_rows(others, shapes, starts)
-        for name, param in matrices.items():
-            state[name] = {"momentum": torch.zeros_like(param, memory_format=torch.contiguous_format).detach()}
-        return {name: state[name] for name in rows}
-
-    @torch.no_grad()
-    def update(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        matrices, others = self._split(params)
-        self._move(matrices, grads, state, rate=self.lr * lr_scale)
-        self.rest.update(others, chosen(others, grads), state, lr_scale=lr_scale, step=step)
-
-    @torch.no_grad()
-    def update_apart(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        matrices, others = self._split(params)
-        self._move(matrices, grads, state, rate=self.lr * lr_scale)
-        self.rest.update_apart(others, chosen(others, grads), state, lr_scale=lr_scale, step=step)
-
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
-    ) -> None:
-        _, others = self._split(params)
-        self.rest.meet(others, chosen(others, moved), state, rates=rates * self.rest.lr / self.lr)
-
-    def second_moments(self, state: OptimizerState, *, step: int) -> Mapping[str, Tensor]:
-        others = {name: slots for name, slots in state.items() if not self._is_matrix_of(name, slots)}
-        return self.rest.second_moments(others, step=step)
-
-    def learn(self, squares: Mapping[str, Tensor], state: OptimizerState) -> None:
-        self.rest.learn(squares, state)
+    def matrix_slots(self, name: str, rows: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        return {"momentum": torch.zeros_like(rows, memory_format=torch.contiguous_format).detach()}
 
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Return the floating-point operations of the iterations in one update of parameters with these shapes."""
         found = 0.0
         for name, shape in shapes.items():
-            if self._is_matrix(name, len(shape)):
+            if self.is_matrix(name, len(shape)):
                 parts, dim = self._parts(name)
                 sides = [shape[0] // (parts if dim == 0 else 1), shape[1] // (parts if dim == 1 else 1)]
                 short, long = min(sides), max(sides)
                 found += parts * self.iterations * (4.0 * short * short * long + 2.0 * short**3)
         return found
 
-    def _move(
-        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: OptimizerState, *, rate: float
+    def move(
+        self,
+        matrices: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: OptimizerState,
+        *,
+        lr_scale: float,
+        step: int,
     ) -> None:
-        for name, param in params.items():
-            if name not in grads or not param.numel():
-                continue
+        rate = self.lr * lr_scale
+        for name, param in matrices.items():
             grad, held = grads[name].to(param.dtype).contiguous(), state[name]["momentum"]
             held.lerp_(grad, 1 - self.momentum)
             moved = grad.lerp(held, self.momentum) if self.nesterov else held
@@ -217,41 +139,12 @@ class Muon(Optimizer):
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
-    def _split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the matrices, and all others."""
-        matrices = {name: param for name, param in params.items() if self._is_matrix(name, param.ndim)}
-        return matrices, {name: param for name, param in params.items() if name not in matrices}
-
-    def _is_matrix(self, name: str, ndim: int) -> bool:
-        is_named = self._may_be_matrix(name)
-        if self.matrices and is_named and ndim != 2:
-            raise bad_input(
-                wanted=f"matrices, which have two dimensions, in train.optimizer.muon.matrices ({self.matrices})",
-                got=f"{name} with {ndim}",
-                do="write patterns that are found in the names of matrices only",
-                key="train.optimizer.muon.matrices",
-            )
-        return is_named and ndim == 2
-
-    def _is_matrix_of(self, name: str, slots: Mapping[str, Tensor]) -> bool:
-        return bool(slots) and self._is_matrix(name, next(iter(slots.values())).ndim)
-
-    def _may_be_matrix(self, name: str) -> bool:
-        if name not in self._known:
-            found = any(re.search(pattern, name) for pattern in self.matrices or NO_LINEAR_LAYER)
-            self._known[name] = found if self.matrices else not found
-        return self._known[name]
-
     def _parts(self, name: str) -> tuple[int, int]:
         """Return into how many parts, along which dimension, the matrix `name` falls."""
         return next(self._parts_of(name), (1, 0))
 
     def _parts_of(self, name: str) -> Iterator[tuple[int, int]]:
         return ((parts, dim) for pattern, parts, dim in self.fused if re.search(pattern, name))
-
-    @cached_property
-    def _known(self) -> dict[str, bool]:
-        return {}
 
 
 def orthogonalized(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:

@@ -24,8 +24,7 @@ gradient is made and exchanged; the paper's layers make those of U_K, V_K and s.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -33,10 +32,9 @@ import torch
 from torch import Tensor
 
 from gossamer.ops.splitmix import outputs
-from gossamer.ops.static_mask import NO_LINEAR_LAYER
 from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._foreach import chosen
-from gossamer.optimizer._patterns import check_found, check_patterns
+from gossamer.optimizer._matrices import MatrixOptimizer
+from gossamer.optimizer._patterns import check_patterns
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import below_one, not_negative, positive
@@ -45,7 +43,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sst(Optimizer):
+class Sst(MatrixOptimizer):
     """Sparse spectral training of matrices, and `rest` for every other parameter, with a rate of its own.
 
     `rank`: pairs of singular vectors that move at a time. `matrices`: regular expressions of the names of matrices;
@@ -78,115 +76,46 @@ class Sst(Optimizer):
             got = type(rest).__name__
             raise bad_input(wanted="an optimizer of single parameters at one point", got=got, do=do, key="rest")
 
-    def check(self, names: Collection[str]) -> None:
-        self.rest.check([name for name in names if not self._may_be_matrix(name)])
-        check_found(self.matrices, names, "train.optimizer.sst.matrices")
-
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.rest.slots, *_shapes((1, 1), 1))
 
     @property
-    def by_element(self) -> bool:
-        return False
-
-    @property
-    def by_parameter(self) -> bool:
-        return self.rest.by_parameter
-
-    @property
     def owns_weights(self) -> bool:
         return True
 
-    @property
-    def can_start_local(self) -> bool:
-        return self.rest.can_start_local
-
-    @property
-    def counts_each(self) -> bool:
-        return self.rest.counts_each
-
-    @property
-    def sets_zeros(self) -> bool:
-        return self.rest.sets_zeros
-
-    def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
-        return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})
-
-    def init_rows(
-        self,
-        rows: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        starts: Mapping[str, int] | None = None,
-    ) -> OptimizerState:
+    def matrix_slots(self, name: str, rows: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
         """Return zeros: the first update decomposes the matrix as it is then."""
-        others = {name: own for name, own in rows.items() if not self._is_matrix(name, own.ndim)}
-        state = self.rest.init_rows(others, shapes, starts)
-        for name, own in rows.items():
-            if name not in others:
-                state[name] = {
-                    slot: own.new_zeros(own.shape[0], _columns(shape, shapes[name][0]), dtype=_wide(own.dtype))
-                    for slot, shape in _shapes(shapes[name], self.rank).items()
-                }
-        return {name: state[name] for name in rows}
-
-    def update(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        self._move(params, grads, state, lr_scale=lr_scale, step=step)
-        self.rest.update(self._others(params), self._others(grads), state, lr_scale=lr_scale, step=step)
-
-    def update_apart(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        self._move(params, grads, state, lr_scale=lr_scale, step=step)
-        self.rest.update_apart(self._others(params), self._others(grads), state, lr_scale=lr_scale, step=step)
-
-    def meet(
-        self, params: Mapping[str, Tensor], moved: Mapping[str, Tensor], state: OptimizerState, *, rates: float
-    ) -> None:
-        others = self._others(params)
-        self.rest.meet(others, chosen(others, moved), state, rates=rates * self.rest.lr / self.lr)
+        return {
+            slot: rows.new_zeros(rows.shape[0], _columns(own, shape[0]), dtype=_wide(rows.dtype))
+            for slot, own in _shapes(shape, self.rank).items()
+        }
 
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
         """Return the floating-point operations of the matmuls in one update, without decompositions."""
         found = 0.0
         for name, shape in shapes.items():
-            if self._is_matrix(name, len(shape)):
+            if self.is_matrix(name, len(shape)):
                 found += 2.0 * prod(shape) * (2 * min(shape) + min(self.rank, *shape))
         return found
 
-    @torch.no_grad()
-    def _move(
+    def move(
         self,
-        params: Mapping[str, Tensor],
+        matrices: Mapping[str, Tensor],
         grads: Mapping[str, Tensor],
         state: OptimizerState,
         *,
         lr_scale: float,
         step: int,
     ) -> None:
-        for name, grad in grads.items():
-            param = params[name].detach()
-            if self._is_matrix(name, param.ndim) and param.numel():
-                wide = grad.to(_wide(param.dtype)).contiguous()
-                moved = self._moved(name, param, wide, state[name], rate=self.lr * lr_scale, step=step)
-                if lr_scale:
-                    param.copy_(moved)
+        for name, held in matrices.items():
+            param, grad = held.detach(), grads[name]
+            wide = grad.to(_wide(param.dtype)).contiguous()
+            moved = self._stepped(name, param, wide, state[name], rate=self.lr * lr_scale, step=step)
+            if lr_scale:
+                param.copy_(moved)
 
-    def _moved(
+    def _stepped(
         self, name: str, param: Tensor, grad: Tensor, slots: Mapping[str, Tensor], *, rate: float, step: int
     ) -> Tensor:
         """Return the matrix after a step of its decomposition, which is updated in its slots."""
@@ -218,16 +147,6 @@ class Sst(Optimizer):
         square.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         below = (square / (1 - b2 ** (count + 1))).sqrt_().add_(self.eps)
         x.addcdiv_(mean, below, value=-rate / (1 - b1 ** (count + 1)))
-
-    def _others(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: one for name, one in tensors.items() if not self._is_matrix(name, one.ndim)}
-
-    def _is_matrix(self, name: str, ndim: int) -> bool:
-        return ndim == 2 and self._may_be_matrix(name)
-
-    def _may_be_matrix(self, name: str) -> bool:
-        found = any(re.search(pattern, name) for pattern in self.matrices or NO_LINEAR_LAYER)
-        return found if self.matrices else not found
 
 
 @dataclass(frozen=True, slots=True)

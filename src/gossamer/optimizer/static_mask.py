@@ -24,9 +24,8 @@ from torch import Tensor
 
 from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.optimizer import Optimizer, OptimizerState
-from gossamer.optimizer._masked import KEPT, clear, first_masks, hold_at_zero, masked
+from gossamer.optimizer._masked import KEPT, Masked, clear, first_masks, hold_at_zero
 from gossamer.optimizer._patterns import check_found, check_patterns
-from gossamer.optimizer._wrapper import Wrapper
 from gossamer.optimizer.adamw import AdamW
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.validate import below_one
@@ -35,7 +34,7 @@ _FLOP_PER_WEIGHT = 2  # and token, forward; backward has twice as many, of kept 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaticMask(Wrapper):
+class StaticMask(Masked):
     """An optimizer that holds the fraction `sparsity` of every weight matrix at 0, drawn by `seed`.
 
     `parameters`: regular expressions; parameters in whose name one is found have a mask. By default these are
@@ -75,14 +74,6 @@ class StaticMask(Wrapper):
     @property
     def keeps_masks(self) -> bool:
         return self.masks == "start"
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        return (*self.inner.slots, KEPT)
-
-    @property
-    def sets_zeros(self) -> bool:
-        return True
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
@@ -130,31 +121,3 @@ class StaticMask(Wrapper):
     @torch.no_grad()
     def restrict(self, grads: Mapping[str, Tensor], state: OptimizerState) -> None:
         clear(grads, grads, state)
-
-    @torch.no_grad()
-    def update(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        self.inner.update(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
-        if lr_scale:  # inner rules that mix elements (Muon, LAMB) move masked weights
-            clear(params, grads, state)
-
-    @torch.no_grad()
-    def update_apart(
-        self,
-        params: Mapping[str, Tensor],
-        grads: Mapping[str, Tensor],
-        state: OptimizerState,
-        *,
-        lr_scale: float,
-        step: int,
-    ) -> None:
-        self.inner.update_apart(params, masked(grads, state), state, lr_scale=lr_scale, step=step)
-        if lr_scale:  # inner rules that mix elements (Muon, LAMB) move masked weights
-            clear(params, grads, state)
