@@ -35,6 +35,7 @@ from gossamer.settings import load
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.checked_tensors import check_absent
 from gossamer.store.gguf import read_summary
 from gossamer.store.slices import REPLICATED
 from gossamer.store.start_folder import StartContent, start_state, write_start
@@ -84,9 +85,8 @@ def grow_model(
     method = grow.build(by, key=grow.KEY)
     config = load(to).config
     out = out or Path(f"grown-{source.resolve().name}")
-    if out.exists() and not dry_run:
-        do = "name another folder with --out, or remove this one first: nothing is ever overwritten"
-        raise bad_input(wanted="a new folder to write", got=f"{out}, which exists", do=do, key="--out")
+    if not dry_run:
+        check_absent(out, key="--out")
     small = read_source(source, checkpoint)
     large = _target(config, small)
     found = grown_between(small, large, method, config)

@@ -32,6 +32,7 @@ from gossamer.prune import Pruned, apply_masks, build, prune
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
+from gossamer.store.checked_tensors import check_absent
 from gossamer.store.start_folder import StartContent, start_state, write_start
 
 MEASURED = 256  # sequences of each text, at most
@@ -64,9 +65,8 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
     """
     began = time.perf_counter()
     pruning = build(request.by, key="--by")
-    if request.out is not None and (request.out.exists() or request.out.is_symlink()):
-        do = "name another folder, or remove this one first: nothing is ever overwritten"
-        raise bad_input(wanted="a new folder to write", got=f"{request.out}, which exists", do=do, key="--out")
+    if request.out is not None:
+        check_absent(request.out, key="--out")
     how = Opening(verb="prune", checkpoint=request.checkpoint, sequence=request.sequence)
     source = open_whole(request.source, how)
     sampling = Sampling(

@@ -40,8 +40,9 @@ from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.checked_tensors import check_absent
 from gossamer.store.gguf_write import check_new
-from gossamer.store.quantized_folder import check_absent, write_quantized
+from gossamer.store.quantized_folder import write_quantized
 from gossamer.view.run_directory import RunDirectory, open_run
 
 MEASURED = 1000  # sequences of each text, at most
@@ -132,7 +133,7 @@ def _subnet(request: QuantizeRequest, budget: float, progress: Progress) -> dict
                 do="write a folder, and export that with --to gguf --type q8_0, which merges them",
                 key="--out",
             )
-        check_absent(request.out)
+        check_absent(request.out, key="--out")
     source = _open(request)
     calibration, measured = sampled_texts(source, request.sampling)
     module = source.ready()
@@ -197,7 +198,7 @@ def _check_target(out: Path | None, quantizer: Quantizer) -> None:
         gguf_type(quantizer.format)
         check_new(out)
     else:
-        check_absent(out)
+        check_absent(out, key="--out")
 
 
 def _open(request: QuantizeRequest) -> WholeModel:

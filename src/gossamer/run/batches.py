@@ -50,6 +50,25 @@ class Batches(ABC):
         return np.arange(min(count, len(self)))
 
 
+class WidenedBatches(Batches):
+    """Batches of `inner` with more in each; a subclass adds it."""
+
+    def __init__(self, inner: Batches) -> None:
+        self.inner, self.together = inner, inner.together
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
+        return self.inner.text_bytes(indices)
+
+    def order(self, seed: int) -> Order:
+        return self.inner.order(seed)
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        return self.inner.first(count)
+
+
 class TextBatches(Batches):
     """The training or the validation sequences of a corpus."""
 

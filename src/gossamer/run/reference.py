@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
-from gossamer.data import Order
 from gossamer.loss import Loss
 from gossamer.loss._answers import answer_log_probabilities
 from gossamer.loss.dpo import ANSWERS, REFERENCE
 from gossamer.model.side_effects import untouched
 from gossamer.model.split.constructor_state import tensors_of
-from gossamer.run.batches import Batches, MicroBatch, RankBatch, moved, part, row_slices
+from gossamer.run.batches import Batches, MicroBatch, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.engine import pieces_of, pipeline_of
 from gossamer.run.forward import Pipeline, run_forward
 from gossamer.run.parts import Parts
@@ -33,7 +32,7 @@ from gossamer.run.step_runner import ModelPart, ModelRuntime
 _TOGETHER = 8  # micro-batches that are prepared at a time
 
 
-class ReferencedBatches(Batches):
+class ReferencedBatches(WidenedBatches):
     """Batches of answers with their log-probabilities under the initial model, (n,) float32, as `loss.reference`.
 
     They are 0 until they are computed: what runs the model before (planning, the proof of a layout) needs the key, and
@@ -41,26 +40,13 @@ class ReferencedBatches(Batches):
     """
 
     def __init__(self, inner: Batches, values: Tensor | None = None) -> None:
-        self.inner = inner
-        self.together = inner.together
+        super().__init__(inner)
         self._values = values
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         index = torch.from_numpy(np.asarray(indices, np.int64))
         values = torch.zeros(len(index)) if self._values is None else self._values[index]
         return {**self.inner.batch(indices), REFERENCE: values}
-
-    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
-        return self.inner.text_bytes(indices)
-
-    def order(self, seed: int) -> Order:
-        return self.inner.order(seed)
-
-    def first(self, count: int) -> np.ndarray[Any, Any]:
-        return self.inner.first(count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from torch import Tensor
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
-from gossamer.data import Order
 from gossamer.loss._distillation import Distillation
 from gossamer.model.precision import Precision
 from gossamer.ops.tiled_logits import coarse
-from gossamer.run.batches import Batches, RankBatch, moved, part, row_slices
+from gossamer.run.batches import Batches, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.parts import Parts
 from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher, cut_to
 from gossamer.spec.errors import bad_input
@@ -41,27 +40,16 @@ class KeptTeacher:
     log_probabilities: Tensor
 
 
-class KeptTeacherBatches(Batches):
+class KeptTeacherBatches(WidenedBatches):
     """Batches with what was kept of the teacher."""
 
     def __init__(self, inner: Batches, kept: KeptTeacher) -> None:
-        self.inner, self.together, self._kept = inner, inner.together, kept
-
-    def __len__(self) -> int:
-        return len(self.inner)
+        super().__init__(inner)
+        self._kept = kept
 
     def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         index, kept = torch.from_numpy(np.asarray(indices, np.int64)), self._kept
         return {**self.inner.batch(indices), WORDS: kept.words[index], LOG_PROBABILITIES: kept.log_probabilities[index]}
-
-    def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
-        return self.inner.text_bytes(indices)
-
-    def order(self, seed: int) -> Order:
-        return self.inner.order(seed)
-
-    def first(self, count: int) -> np.ndarray[Any, Any]:
-        return self.inner.first(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,10 +24,8 @@ from torch import Tensor
 
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
-from gossamer.store.checkpoint.checksum import checksum, dtype_name
-from gossamer.store.checkpoint.shard import write_shard
+from gossamer.store.checked_tensors import check_absent, read_tensor, write_tensors
 from gossamer.store.huggingface import new_folder
-from gossamer.store.slices import Slice
 
 FORMAT = 1
 HEAD, WEIGHTS = "quantized.json", "quantized.safetensors"
@@ -74,31 +72,16 @@ def write_quantized(target: Path, content: QuantizedContent) -> int:
     Raises BadInput where `target` exists or cannot be written, RunFailed where the disk is full.
     """
     check_absent(target)
-    pieces = [
-        (Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu().contiguous())
-        for name, tensor in content.tensors.items()
-    ]
     layers = {name: asdict(one) for name, one in content.layers.items()}
     head: dict[str, Any] = {"format": FORMAT, "method": content.method, "source": content.source}
     head |= {"model": dict(content.model), "said": dict(content.said), "layers": layers}
     with new_folder(target) as partial:
-        shard = write_shard(partial / WEIGHTS, pieces, {"format": "pt"})
-        head["tensors"] = {
-            one.where.name: {"shape": list(one.where.shape), "dtype": one.dtype, "checksum": one.crc}
-            for one in sorted(shard.placed, key=lambda one: one.where.name)
-        }
+        head["tensors"] = write_tensors(partial / WEIGHTS, content.tensors)
         for name, data in content.files.items():
             (partial / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
         (partial / "config.json").write_text(json.dumps(dict(content.config), indent=2) + "\n")
         (partial / HEAD).write_text(json.dumps(head, indent=2) + "\n")
-    return sum(tensor.nbytes for _, tensor in pieces)
-
-
-def check_absent(target: Path) -> None:
-    """Raise BadInput if there is something at `target`."""
-    if target.exists() or target.is_symlink():
-        do = "name another folder, or remove this one first: nothing is ever overwritten"
-        raise bad_input(wanted="a new folder to write", got=f"{target}, which exists", do=do)
+    return sum(tensor.nbytes for tensor in content.tensors.values())
 
 
 @dataclass(frozen=True)
@@ -151,17 +134,13 @@ class QuantizedFolder:
         known: dict[str, Any] = self._head["tensors"]
         try:
             with safe_open(str(self.path / WEIGHTS), framework="pt") as stored:
-                if sorted(stored.keys()) != sorted(known):
-                    raise self.damaged(f"{WEIGHTS} with other tensors")
-                for name, one in known.items():
-                    found: Tensor = stored.get_tensor(name)
-                    where = Slice.whole(name, tuple(found.shape))
-                    is_same = list(found.shape) == one["shape"] and dtype_name(found.dtype) == one["dtype"]
-                    if not is_same or checksum(where, found) != one["checksum"]:
-                        raise self.damaged(f"{name} in {WEIGHTS} with other data")
-                    yield name, found
+                there = sorted(stored.keys())
         except (OSError, SafetensorError) as error:
             raise self.damaged(f"{WEIGHTS} that cannot be read ({error})") from None
+        if there != sorted(known):
+            raise self.damaged(f"{WEIGHTS} with other tensors")
+        for name, one in known.items():
+            yield name, read_tensor(self.path / WEIGHTS, name, one, self.damaged)
 
     def files(self) -> list[Path]:
         """Return the files of tensors, for a fingerprint."""

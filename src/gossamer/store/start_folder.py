@@ -19,15 +19,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
-from gossamer.store.checkpoint.checksum import checksum, dtype_name
-from gossamer.store.checkpoint.shard import write_shard
+from gossamer.store.checked_tensors import check_absent, read_tensor, write_tensors
 from gossamer.store.huggingface import new_folder
-from gossamer.store.slices import Slice
 
 FORMAT = 1
 HEAD, WEIGHTS, MOMENTS, MASKS = "start.json", "model.safetensors", "moments.safetensors", "masks.safetensors"
@@ -67,9 +64,7 @@ def write_start(target: Path, content: StartContent) -> int:
 
     Raises BadInput where `target` exists or cannot be written, and for a moment or mask of no parameter.
     """
-    if target.exists() or target.is_symlink():
-        do = "name another folder, or remove this one first: nothing is ever overwritten"
-        raise bad_input(wanted="a new folder to write", got=f"{target}, which exists", do=do)
+    check_absent(target)
     for name in [*(slot.partition("/")[2] for slot in content.moments), *content.masks]:
         if name not in content.tensors:
             do = "write the moments and masks of its own parameters alone"
@@ -81,24 +76,13 @@ def write_start(target: Path, content: StartContent) -> int:
     with new_folder(target) as partial:
         for file, tensors in ((WEIGHTS, content.tensors), (MOMENTS, content.moments), (MASKS, masks)):
             if tensors or file == WEIGHTS:
-                head[file] = _written(partial / file, tensors)
+                head[file] = write_tensors(partial / file, tensors)
         for name, data in content.files.items():
             (partial / name).write_bytes(data.read_bytes() if isinstance(data, Path) else data)
         if content.config is not None:
             (partial / "config.json").write_text(json.dumps(dict(content.config), indent=2) + "\n")
         (partial / HEAD).write_text(json.dumps(head, indent=2) + "\n")
     return sum(tensor.nbytes for tensor in content.tensors.values())
-
-
-def _written(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    pieces = [
-        (Slice.whole(name, tuple(tensor.shape)), tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()
-    ]
-    shard = write_shard(file, pieces, {"format": "pt"})
-    return {
-        one.where.name: {"shape": list(one.where.shape), "dtype": one.dtype, "checksum": one.crc}
-        for one in sorted(shard.placed, key=lambda one: one.where.name)
-    }
 
 
 @dataclass(frozen=True)
@@ -157,17 +141,7 @@ class StartFolder:
 
     def tensor(self, name: str, file: str = WEIGHTS) -> Tensor:
         """Read one tensor and compare it with its checksum. Raises BadInput."""
-        try:
-            with safe_open(str(self.path / file), framework="pt") as stored:
-                found: Tensor = stored.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise self._damaged(f"{file} that cannot be read ({error})") from None
-        known = self._head[file][name]
-        if (tuple(found.shape), dtype_name(found.dtype)) != self.kinds(file)[name] or known["checksum"] != checksum(
-            Slice.whole(name, tuple(found.shape)), found
-        ):
-            raise self._damaged(f"{name} in {file} with other data")
-        return found
+        return read_tensor(self.path / file, name, self._head[file][name], self._damaged)
 
     def masks(self) -> Iterator[tuple[str, Tensor]]:
         """Yield which elements a parameter keeps (bool), by name."""
