@@ -63,6 +63,10 @@ class Wrapper(Optimizer):
         return self.inner.owns_weights
 
     @property
+    def shrinks_weights(self) -> bool:
+        return self.inner.shrinks_weights
+
+    @property
     def mask(self) -> StaticMaskDraw | None:
         return self.inner.mask
 
