@@ -106,6 +106,14 @@ def test_t_follows_the_equations() -> None:
         assert found[n + 1].momentum == pytest.approx(m) and found[n + 1].t == pytest.approx(t)
 
 
+def test_a_step_at_the_student_itself_says_nothing_of_the_loss() -> None:
+    """At t = 0 the loss is 0, of which no later one is a relative decrease."""
+    losses = [0.0, 0.01, 0.02, 0.03, *[0.03 * 0.98**n for n in range(96)]]
+    found = courses(Taid(t_start=0.0, alpha=0.5, beta=0.9), losses)
+    assert found[1].loss_before is None and found[2].momentum == 0.0
+    assert all(-1 < one.momentum < 1 for one in found) and found[-1].momentum > 0
+
+
 def test_it_is_the_labels_loss_without_its_teacher() -> None:
     draws = torch.Generator().manual_seed(1)
     output = {"logits": torch.randn(2, 5, V, generator=draws)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,3 +114,11 @@ def test_what_is_refused() -> None:
         bottleneck()(torch.zeros(2, 5))
     with pytest.raises(BadInput, match="unlabelled inputs"):
         KeyValueBottleneck(nn.Identity(), features=4, classes=2).fit_keys(iter(()))
+
+
+def test_a_frozen_encoder_stays_in_evaluation() -> None:
+    encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    module = KeyValueBottleneck(encoder, features=WIDTH, classes=CLASSES, codebooks=8, pairs=24, key_width=4)
+    inputs, before = labelled()[0], copy.deepcopy(encoder.state_dict())
+    assert torch.equal(module.train().fetched(inputs), module.eval().fetched(inputs))
+    assert all(torch.equal(one, before[name]) for name, one in encoder.state_dict().items())

@@ -19,8 +19,11 @@ from gossamer.model.side._tokens import TokenView
 from gossamer.model.side_folder import export_side, load_side
 from gossamer.model.token_logits import Recomputed, token_logits
 from gossamer.partition.model_provider import OriginSource
-from gossamer.spec.config import ModelSection
+from gossamer.recipe import Recipe
+from gossamer.recipe.conflicts.side import tokens_with_loss
+from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
 from gossamer.store.start_folder import StartContent, start_state, write_start
 from model.tiny import CONFIGS, VOCABULARY, Plain
 
@@ -384,6 +387,55 @@ def test_wrong_widths_and_ways_are_said_at_the_first_forward() -> None:
         module(IDS)
     twice = Plain(dropout=0.0)
     twice.blocks[1] = twice.blocks[0]  # the model calls one block in two places
-    with pytest.raises(BadInput):
-        attach(twice, build({"unipt": {"taps": ["blocks"]}}), seed=0)
+    attach(twice, build({"unipt": {"taps": ["blocks"]}}), seed=0)
+    with pytest.raises(BadInput, match="out of turn"):
         twice(IDS)
+
+
+def test_statistics_of_a_frozen_model_stay() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            found: Tensor = self.head(x)
+            return found
+
+    module = Normed()
+    plain = copy.deepcopy(module).eval()
+    attach(module, build("unipt"), seed=0)
+    rows = torch.randn(16, 8)
+    assert torch.equal(module.train()(rows), plain(rows))  # by the statistics that it came with
+    held = module.state_dict()
+    assert all(torch.equal(held[name], one) for name, one in plain.state_dict().items())
+
+
+def test_a_folder_that_does_not_fit_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    export_side(moved(llama("unipt")), "unipt", "base", tmp_path / "side")
+    file = tmp_path / "side" / "side_network.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    module = llama("none")
+    with pytest.raises(BadInput, match="cannot be read"):
+        load_side(module, tmp_path / "side")
+    assert route_of(module) is None and all(p.requires_grad for p in module.parameters())
+
+
+@pytest.mark.parametrize("loss", ["next_token", "dpo", {"kl": {"teacher": "x"}}, {"taid": {"teacher": "x"}}])
+def test_no_loss_of_tokens_goes_with_one_correction_of_the_sequence(loss: Any) -> None:
+    plan = Plan(rows=(16,), microbatches=(1,))
+
+    def asked(tokens: str, **data: str) -> BadInput | None:
+        model = {"hf": "llama", "side": {"unipt": {"tokens": tokens}}}
+        given = {"model": model, "train": {"loss": loss}, "data": data}
+        return tokens_with_loss(Recipe.of(RunConfig.model_validate(given), plan))
+
+    for tokens in ("first", "last", "mean"):
+        error = asked(tokens)
+        assert error is not None and f"tokens: {tokens}" in error.message
+    assert asked("causal") is None and asked("auto") is None
+    if not isinstance(loss, str):  # of labels by row, for all that the configuration says
+        assert asked("mean", factory="own:rows") is None

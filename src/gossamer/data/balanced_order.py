@@ -67,6 +67,16 @@ class BalancedOrder:
         pairs = np.array([chosen[int(b)][int(s)] for b, s in zip(batch, slot, strict=True)], np.int64)
         return (pairs * self.together + place).reshape(index.shape)
 
+    def check_batch(self, rows: int) -> None:
+        """Raise BadInput unless a step's batch of so many rows is one batch of this order, whose topic is one."""
+        if rows != self.size * self.together:
+            raise bad_input(
+                wanted=f"a batch of the order's size, {self.size} pairs of {self.together} rows",
+                got=f"train.batch {rows}",
+                do=f"set train.batch to {self.size * self.together}, or the order's size to {rows // self.together}",
+                key="train.batch",
+            )
+
     def batch(self, number: int) -> Ints:
         """Return the pairs of one batch, (size,)."""
         draws = np.random.default_rng([self.seed % 2**63, number])

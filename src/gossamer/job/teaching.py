@@ -26,7 +26,9 @@ from gossamer.model.input_checks import check_sequence
 from gossamer.model.origin import origin_of
 from gossamer.model.side_effects import untouched
 from gossamer.model.text_stream import TextCoder
+from gossamer.recipe.conflicts.side import pooled_tokens
 from gossamer.run.batches import RankBatch, moved
+from gossamer.run.engine import check_isolates
 from gossamer.run.parts import Parts
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, check_widths, watched
@@ -37,6 +39,7 @@ from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
 from gossamer.spec import records
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.method_config import MethodConfig
 
 _KEY = "train.loss"
 _PROBE = 'def mean(xs):\n    """Return the mean."""\n    return sum(xs) / len(xs)  # 0.5 Zwölf, 数学\n'
@@ -89,6 +92,8 @@ def taught(
     inner, parts = job.parts.objective, job.parts
     if not isinstance(inner, Distillation):
         return job, engine
+    if parts.train.batch(np.arange(parts.train.together))["labels"].ndim > 1 and (error := pooled_tokens(parts.recipe)):
+        raise error
     job.at(0, "teacher")
     is_last = parts.cut is None or len(parts.cut.parts) - 1 in parts.cut.stages
     teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
@@ -99,10 +104,10 @@ def taught(
         teacher = _ready(found.module, parts)
         remarks += _tiled(engine, parts, teacher, ending)
     named = f"{int(gathered(pump.channel, [digest]).max()):012x}"
-    course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
-    loss = TaughtLoss(
-        inner=inner, teacher=teacher, course=course, label_weight=inner.label_weight, words=words, computes=is_last
-    )
+    by = MethodConfig.parse(parts.config.train.loss).name
+    course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named, by=by)
+    width = 0 if teacher is None else _teachers_width(teacher, parts, engine, words)
+    loss = TaughtLoss(inner=inner, teacher=teacher, course=course, words=words, width=width, computes=is_last)
     if teacher is not None:
         how = "run once over the training data" if inner.top_k else "run beside the student"
         remarks.append(_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
@@ -144,6 +149,9 @@ def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[record
         check_sequence(found.positions, parts.config.data.sequence)
         if found.tokenizer is not None:
             _check_tokens(found.tokenizer, parts.words)
+        else:
+            said = "it has no tokenizer that can be read: whether it knows the data's tokens is not checked"
+            remarks.append(_event("warning", said))
     words, ours, theirs = None, _width(parts.outline), _width(found.module)
     if ours is not None and theirs is not None and ours != theirs:
         known = getattr(parts.words, "vocabulary", None)
@@ -201,7 +209,17 @@ def _ready(module: nn.Module, parts: Parts) -> Teacher:
     """Return a teacher that only computes: frozen, in evaluation mode, on the student's device."""
     module = module.eval().requires_grad_(False).to(parts.device)
     given = [name for name in parts.train.batch(np.arange(parts.train.together)) if name != "labels"]
-    return Teacher(module=module, caller=caller_of(module, given), parameters=_parameters(module))
+    caller = caller_of(module, given)
+    if parts.config.data.isolate:
+        check_isolates(module, caller)
+    return Teacher(module=module, caller=caller, parameters=_parameters(module))
+
+
+def _teachers_width(teacher: Teacher, parts: Parts, engine: ModelRuntime, words: int | None) -> int:
+    """Return the number of logits that count of a teacher, from a forward of it."""
+    rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
+    with engine.precision.autocast(engine.device):
+        return teacher.rows(rows, rows["labels"].ndim + 1, words).width
 
 
 def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher, ending: ExitStack) -> list[records.Event]:
@@ -244,7 +262,7 @@ def _nothing() -> None:
 def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
     """Run both models on the first rows, so that what does not fit is known now; say if they are equal already."""
     end = CourseState(now=replace(loss.course.now, t=1.0), total=1)
-    look = replace(engine, objective=replace(loss, label_weight=0.0, course=end))
+    look = replace(engine, objective=replace(loss, inner=loss.inner.of_teacher_alone(), course=end))
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
     with untouched(engine.module), torch.no_grad(), _evaluating(engine.module):
         value = float(look.loss_of_copies(rows, step=0, key=0))

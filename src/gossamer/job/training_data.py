@@ -65,11 +65,18 @@ def check_loss(data: TrainingData, config: RunConfig) -> None:
     if data.train.together == wanted:
         return
     loss = told(config.train.loss)
-    if wanted == 1:
+    if wanted == 1 and data.train.together == 2 and config.data.factory is None:
         raise bad_input(
             wanted="a loss that compares two answers, for preference pairs",
             got=f"train.loss {loss}",
             do="set train.loss to dpo, or {dpo: {beta: 0.1}}",
+            key="train.loss",
+        )
+    if wanted == 1:
+        raise bad_input(
+            wanted=f"a loss that takes {data.train.together} neighboring items as one, as the dataset's `together` is",
+            got=f"train.loss {loss}",
+            do="name such a loss (margin_mse takes 3, dpo 2), or leave `together` out of the dataset",
             key="train.loss",
         )
     if wanted != 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
@@ -56,24 +57,28 @@ def load_side(module: nn.Module, folder: str | Path) -> None:
     config = _config(folder / SETTINGS)
     if config.get("digest") != (digest := _digest(module)):
         raise _other(folder, f"first weights of digest {digest}", f"{config.get('digest')}")
-    attach(module, build(config["side"], key=KEY), seed=0)
-    route, held = route_of(module), dict(module.named_parameters())
+    side = build(config["side"], key=KEY)
+    tried = copy.deepcopy(module).to("meta")  # so that a folder that does not fit leaves the model as it is
+    attach(tried, side, seed=0)
+    route, wanted = route_of(tried), {name: one.shape for name, one in tried.named_parameters()}
     if route is None or list(route.taps) != config["taps"]:
         raise _other(folder, f"taps {', '.join(route.taps) if route else 'none'}", ", ".join(config["taps"]))
-    missing = {name for name in held if name.startswith(f"{CHILD}.")}
     try:
         with safe_open(str(folder / WEIGHTS), framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118  (not a dict)
-                tensor = stored.get_tensor(name)
-                if name not in held or held[name].shape != tensor.shape:
-                    found = tuple(held[name].shape) if name in held else "no such parameter"
-                    raise _other(folder, f"{name}: {found}", f"{name}: {tuple(tensor.shape)}")
-                held[name].copy_(tensor)
-                missing.discard(name)
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (not a dict)
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{folder / WEIGHTS} cannot be read: {error}", key=KEY) from None
+    for name, tensor in tensors.items():
+        if wanted.get(name) != tensor.shape:
+            found = tuple(wanted[name]) if name in wanted else "no such parameter"
+            raise _other(folder, f"{name}: {found}", f"{name}: {tuple(tensor.shape)}")
+    missing = {name for name in wanted if name.startswith(f"{CHILD}.")} - tensors.keys()
     if missing:
         raise _other(folder, f"{min(missing)}", "no such tensor")
+    attach(module, side, seed=0)
+    held = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        held[name].copy_(tensor)
 
 
 def _digest(module: nn.Module) -> str:

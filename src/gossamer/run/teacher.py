@@ -35,10 +35,13 @@ class Teacher:
     parameters: int
 
     @torch.no_grad()
-    def rows(self, batch: Mapping[str, Tensor], dims: int) -> HeadRows:
-        """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels."""
+    def rows(self, batch: Mapping[str, Tensor], dims: int, words: int | None) -> HeadRows:
+        """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels.
+
+        words: logits that count, None: all.
+        """
         given = {name: one for name, one in batch.items() if name != "labels"}
-        return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"))
+        return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"), words)
 
 
 @dataclass(slots=True)
@@ -48,29 +51,36 @@ class CourseState:
     now: Course
     total: int  # steps
     teacher: str = ""  # digest
+    by: str = ""  # the loss whose course it is
 
     def meta(self) -> Mapping[str, Any]:
         """Return what a checkpoint keeps."""
         now = self.now
         course = {"t": now.t, "loss_before": now.loss_before, "momentum": now.momentum}
-        return {**course, "teacher": self.teacher}
+        return {**course, "teacher": self.teacher, "by": self.by}
 
     def restore(self, kept: Mapping[str, Any]) -> str:
-        """Restore what `meta` returned; return a note for the user, "" for none."""
+        """Restore what `meta` returned; return a note for the user, "" for none. The course of another loss is none."""
         before = kept.get("loss_before")
-        self.now = Course(
-            t=float(kept.get("t", self.now.t)),
-            loss_before=None if before is None else float(before),
-            momentum=float(kept.get("momentum", 0.0)),
-        )
+        is_ours = kept.get("by") == self.by or (kept.get("by") is None and before is not None)  # files before `by`
+        if is_ours:
+            self.now = Course(
+                t=float(kept.get("t", self.now.t)),
+                loss_before=None if before is None else float(before),
+                momentum=float(kept.get("momentum", 0.0)),
+            )
         changed = kept.get("teacher", self.teacher) != self.teacher
-        return "the teacher is another one than before" if changed else ""
+        notes = ["the teacher is another one than before"] if changed else []
+        if kept and not is_ours and kept.get("by"):
+            notes.append(f"the course of {self.by} begins now: {kept['by']} came before")
+        return "; ".join(notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaughtLoss(Loss):
     """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all;
-    `computes`: whether this rank has the last stage; others have no logits, and no use for a teacher.
+    `width`: logits of the teacher that count; `computes`: whether this rank has the last stage; others have no logits,
+    and no use for a teacher.
 
     Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
     """
@@ -78,17 +88,19 @@ class TaughtLoss(Loss):
     inner: Distillation
     teacher: Teacher | None
     course: CourseState
-    label_weight: float
     words: int | None = None
+    width: int = 0
     computes: bool = True
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.computes:
             return self.inner(output, batch)
         inner, temperature, t = self.inner, self.inner.temperature, self.course.now.t
+        _check_no_more(output)
         labels = targets(batch)
         dims = batch["labels"].ndim + 1
         student = head_rows(logits_of(output, dims=dims, shape="(batch, sequence, vocabulary)"), self.words)
+        check_widths(student.width, self.width)
         valid = (labels != IGNORE).nonzero().squeeze(1)
         is_whole, count = valid.numel() == labels.numel(), valid.numel()
         student = student if is_whole else student.chosen(valid)
@@ -100,8 +112,7 @@ class TaughtLoss(Loss):
                 return inner.divergence(coarse(logits / temperature, chosen[some]), known[some], t)
 
         else:
-            every = cut_to(self.teacher.rows(batch, dims), self.words)
-            check_widths(student.width, every.width)
+            every = self.teacher.rows(batch, dims, self.words)
             teacher = every if is_whole else every.chosen(valid)
 
             def value(logits: Tensor, some: slice) -> Tensor:
@@ -111,9 +122,9 @@ class TaughtLoss(Loss):
 
         losses = by_token(student, value, tile=inner.tile_tokens)
         loss = temperature**2 * losses.sum() / max(count, 1)
-        if not self.label_weight:
+        if not inner.label_weight:
             return loss
-        return (1 - self.label_weight) * loss + (self.label_weight * inner(output, batch) if count else 0.0)
+        return (1 - inner.label_weight) * loss + (inner.label_weight * inner(output, batch) if count else 0.0)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.inner.weight(batch)
@@ -171,11 +182,16 @@ def head_rows(logits: Tensor, words: int | None = None) -> HeadRows:
     return HeadRows(hidden=plain.reshape(-1, plain.shape[-1]), words=words)
 
 
-def cut_to(rows: HeadRows, words: int | None) -> HeadRows:
-    """Return rows of which the first `words` logits count."""
-    return HeadRows(
-        hidden=rows.hidden, weight=rows.weight, bias=rows.bias, map=rows.map, compute=rows.compute, words=words
-    )
+def _check_no_more(output: Any) -> None:
+    """Raise BadInput for a student that has a loss of its own beside that of the labels (of a router)."""
+    more = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
+    if isinstance(more, Tensor):
+        raise bad_input(
+            wanted="a student whose only loss is that of its outputs",
+            got=f"{type(output).__name__} with an aux_loss (of its router), which a distillation would leave out",
+            do="set output_router_logits: false in model.config, or train with next_token",
+            key=_KEY,
+        )
 
 
 def check_widths(student: int, teacher: int) -> None:

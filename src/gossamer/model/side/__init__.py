@@ -1,6 +1,7 @@
 """Side networks: a small trained network beside a frozen model, one kind per file.
 
-Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph. The outputs of its
+Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph; statistics of its
+batch norms stay. The outputs of its
 blocks, h_1 ... h_N, are tapped; the side network makes one correction of them, which is added to h_N. What follows
 (norm and head, or the late blocks that a kind keeps) is frozen too, but gradients pass it on their way to the side
 network. A side network starts as a correction of 0.
@@ -15,10 +16,11 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.seeded import seeded
@@ -107,7 +109,14 @@ def attach(module: nn.Module, side: SideNetwork, seed: int) -> None:
     route = SideRoute(aggregation.to(device=like.device, dtype=like.dtype), tokens_of(module, side.tokens, key=KEY))
     module.add_module(CHILD, route)
     route.hook(module, taps)
+    for one in module.modules():
+        if isinstance(one, _NormBase):  # frozen, too: statistics that move would change the model
+            one.register_forward_pre_hook(_evaluate)
     redraw(module, frozenset(name for name, _ in side_tensors(module)), seed)
+
+
+def _evaluate(norm: nn.Module, _: Any) -> None:
+    norm.training = False
 
 
 def _taps(module: nn.Module, side: SideNetwork) -> tuple[str, ...]:
