@@ -13,17 +13,26 @@ STEM, HEAD, TIED = "stem", "head", "tied"
 
 def placed(structure: ModelStructure) -> Iterator[tuple[str, int | str, str]]:
     """Yield (name, block, rest of the name) of each parameter; what is in no block is in the STEM before them, in the
-    HEAD behind them, or TIED in both.
+    HEAD behind them, or TIED in both, by the order in which the forward uses it; what it never uses, by registration.
     """
     tied = {name for names in structure.tied for name in names}
-    where: int | str = STEM
+    used = list(dict.fromkeys(name for name, _ in structure.uses))
+    first = next((at for at, name in enumerate(used) if _block(structure, name) is not None), len(used))
+    stem, head = frozenset(used[:first]), frozenset(used[first:])
+    registered: int | str = STEM
     for name in structure.dims:
-        block = next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), None)
+        block = _block(structure, name)
         if block is not None:
-            where = HEAD
+            registered = HEAD
             yield name, block, name.removeprefix(f"{structure.blocks[block]}.")
+        elif name in tied:
+            yield name, TIED, name
         else:
-            yield name, TIED if name in tied else where, name
+            yield name, STEM if name in stem else HEAD if name in head else registered, name
+
+
+def _block(structure: ModelStructure, name: str) -> int | None:
+    return next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), None)
 
 
 def by_place(structure: ModelStructure) -> dict[tuple[int | str, str], str]:
