@@ -77,7 +77,7 @@ def distill(
 
     teacher:   a run directory, a Hugging Face folder or a GGUF file.
     to:        the run.yaml of the student. overrides: settings that win over it, as in `resume`.
-    by:        the loss: taid, kl, reverse_kl or jsd, or hidden (hidden states too, beside kl unless the file says else).
+    by:        the loss: taid, kl, reverse_kl, jsd or hidden (hidden states beside kl, or beside what the file says).
     `distillation` in the result has the losses of teacher and student on every validation set, before and after.
     Raises BadInput, RunFailed, Interrupted.
     """
