@@ -78,7 +78,7 @@ def test_values_and_gradients_are_those_of_the_equations(
     }
     x.requires_grad_()
     ours, theirs = match.loss(x, y, maps), by_hand(x, y, maps)
-    assert float(ours) == pytest.approx(float(theirs), rel=1e-9)
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-9)
     wrt = [x, *maps.values()]
     for a, b in zip(torch.autograd.grad(ours, wrt), torch.autograd.grad(theirs, wrt), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
