@@ -47,7 +47,7 @@ def loss(steps: int, teacher_steps: int, seeds: int, trials: Trials) -> list[Row
     plain = tuned({NONE: lambda rate: run(NONE, rate, 0.0)["loss"]}, {NONE: 8e-3}, factor=2.0, least=3, most=5)[NONE]
     weights = tuned({m: _by_weight(run, m, plain.best) for m in METHODS}, dict.fromkeys(METHODS, 0.1), factor=4.0)
     rates = tuned(
-        {m: _by_rate(run, m, weights[m].best) for m in METHODS}, dict.fromkeys(METHODS, plain.best), factor=2.0, most=4
+        {m: _by_rate(run, m, weights[m].best) for m in METHODS}, dict.fromkeys(METHODS, plain.best), factor=2.0
     )
     chosen = {NONE: (plain.best, 0.0), **{m: (rates[m].best, weights[m].best) for m in METHODS}}
     found = {name: [run(name, *at, seed) for seed in range(seeds)] for name, at in chosen.items()}
