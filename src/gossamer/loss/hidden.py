@@ -20,7 +20,7 @@ from torch import Tensor
 from gossamer.loss import Loss
 from gossamer.loss._distillation import Distillation
 from gossamer.loss.hidden_match import HiddenMatch
-from gossamer.loss.hidden_match.mi_alpha import MiAlpha
+from gossamer.loss.hidden_match.mse import Mse
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import positive
 
@@ -42,7 +42,7 @@ class Hidden(Loss):
     needs_teacher: ClassVar[bool] = True
 
     output: Loss
-    by: HiddenMatch = field(default_factory=MiAlpha)
+    by: HiddenMatch = field(default_factory=Mse)
     layers: Literal["skip", "last"] = "skip"
     pairs: int = 0
     match_weight: float = 1.0
