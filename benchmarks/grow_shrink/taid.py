@@ -79,7 +79,7 @@ def taught(steps: int) -> tuple[Lm, float]:
     """Return the teacher, trained on the labels, and its loss."""
     torch.manual_seed(99)
     model = Lm(TEACHER)
-    _train(model, lambda rows, t: loss_of(model, rows), RATE, 99, steps)
+    train(model, lambda rows, t: loss_of(model, rows), RATE, 99, steps)
     return model.eval().requires_grad_(False), validation_loss(model, TEACHER.context)
 
 
@@ -102,7 +102,7 @@ def distilled(name: str, rate: float, seed: int, steps: int, teacher_steps: int)
         return method.divergence(logits, wanted, t).mean()
 
     began = time.process_time()
-    _train(student, objective, rate, seed, steps, method)
+    train(student, objective, rate, seed, steps, method)
     seconds = time.process_time() - began
     return {
         "loss": validation_loss(student, STUDENT.context),
@@ -111,7 +111,7 @@ def distilled(name: str, rate: float, seed: int, steps: int, teacher_steps: int)
     }
 
 
-def _train(
+def train(
     model: Lm,
     objective: Callable[[Tensor, float], Tensor],
     rate: float,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from safetensors import safe_open
 
 from system.command import Place, records
 
@@ -22,6 +23,22 @@ def test_a_run_teaches_another(place: Place) -> None:
     assert one["student_after"] == records(run, "evaluation")[-1]["loss"] < one["student"]
     kept = yaml.safe_load((run / "run.yaml").read_text())["train"]["loss"]["kl"]
     assert kept["temperature"] == 2.0 and kept["teacher"] == str(teacher)
+
+
+def test_hidden_states_are_learned_and_exports_have_no_maps(place: Place) -> None:
+    place.good("train", place.config("large", train={"steps": 2, "batch": 8}))
+    (teacher,) = place.runs()
+    loss = {"hidden": {"output": {"jsd": {"beta": 0.3}}, "by": "mi_alpha"}}
+    student = place.config("small", train={"steps": 2, "batch": 8, "loss": loss})
+    place.good("distill", teacher, "--to", student, "--by", "hidden")
+    run = place.runs()[-1]
+    kept = yaml.safe_load((run / "run.yaml").read_text())["train"]["loss"]["hidden"]
+    assert kept == {"output": {"jsd": {"beta": 0.3, "teacher": str(teacher)}}, "by": "mi_alpha"}
+    assert any("hidden states of" in one["message"] for one in records(run, "event"))
+    place.good("export", run, "out", "--to", "hf")
+    with safe_open(str(place.folder / "out" / "model.safetensors"), "pt") as stored:
+        names = list(stored.keys())
+    assert names and not any("hidden_match" in name for name in names)
 
 
 def test_what_is_no_teacher_and_no_method_is_named(place: Place) -> None:

@@ -77,20 +77,26 @@ def distill(
 
     teacher:   a run directory, a Hugging Face folder or a GGUF file.
     to:        the run.yaml of the student. overrides: settings that win over it, as in `resume`.
-    by:        the loss: taid, kl, reverse_kl or jsd.
+    by:        the loss: taid, kl, reverse_kl, jsd or hidden (hidden states beside kl, or beside what the file says).
     `distillation` in the result has the losses of teacher and student on every validation set, before and after.
     Raises BadInput, RunFailed, Interrupted.
     """
     import json
 
+    from gossamer import loss as loss_methods
     from gossamer.job.distillation_losses import losses_before
     from gossamer.settings import load, written_overrides
     from gossamer.settings.methods import check_names
     from gossamer.spec.records import Evaluation
 
     given = written_overrides(overrides)
-    named = MethodConfig.parse(load(Path(to), given).config.train.loss)
-    settings = {**(named.parameters if named.name == by else {}), "teacher": str(teacher)}
+    named = loss_methods.REGISTRY.read(load(Path(to), given).config.train.loss, key="train.loss")
+    settings, learns = dict(named.parameters) if named.name == by else {}, {"teacher": str(teacher)}
+    if by == "hidden":
+        output = MethodConfig.parse(settings.get("output", "kl"), key="train.loss.hidden.output")
+        settings["output"] = {output.name: {**output.parameters, **learns}}
+    else:
+        settings |= learns
     resolved = load(Path(to), [f"train.loss={json.dumps({by: settings})}", *given])
     check_names(resolved)
     losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))

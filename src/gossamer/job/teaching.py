@@ -19,8 +19,8 @@ from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.job.found_model import check_weights
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.trained_run import read_chosen
-from gossamer.loss._distillation import Distillation
 from gossamer.loss._output import logits_of
+from gossamer.loss.hidden import Hidden, distillation_in
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.input_checks import check_sequence
 from gossamer.model.origin import origin_of
@@ -29,6 +29,7 @@ from gossamer.model.text_stream import TextCoder
 from gossamer.recipe.conflicts.side import pooled_tokens
 from gossamer.run.batches import RankBatch, moved
 from gossamer.run.engine import check_isolates
+from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
 from gossamer.run.parts import Parts
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, check_widths, watched
@@ -89,8 +90,8 @@ def taught(
 
     The teacher is on the ranks that compute the loss, those of the last stage. Raises BadInput.
     """
-    inner, parts = job.parts.objective, job.parts
-    if not isinstance(inner, Distillation):
+    inner, parts = distillation_in(job.parts.objective), job.parts
+    if inner is None:
         return job, engine
     if parts.train.batch(np.arange(parts.train.together))["labels"].ndim > 1 and (error := pooled_tokens(parts.recipe)):
         raise error
@@ -108,6 +109,9 @@ def taught(
     course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named, by=by)
     width = 0 if teacher is None else _teachers_width(teacher, parts, engine, words)
     loss = TaughtLoss(inner=inner, teacher=teacher, course=course, words=words, width=width, computes=is_last)
+    if teacher is not None and isinstance(parts.objective, Hidden):
+        term, remark = matched(parts.objective, teacher, engine, parts, ending)
+        loss, remarks = replace(loss, hidden=term), [*remarks, remark]
     if teacher is not None:
         how = "run once over the training data" if inner.top_k else "run beside the student"
         remarks.append(_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
@@ -259,10 +263,41 @@ def _nothing() -> None:
     pass
 
 
+def matched(
+    asked: Hidden, teacher: Teacher, engine: ModelRuntime, parts: Parts, ending: ExitStack
+) -> tuple[HiddenTerm, records.Event]:
+    """Return the match of hidden states, with taps on both models and its maps in the student; `ending` undoes it.
+
+    Both models run on the first rows, so that what does not fit is known now. Raises BadInput.
+    """
+    student = parts.module
+    own, other = blocks_of(student, "the student"), blocks_of(teacher.module, "the teacher")
+    pairs = [(own[at], other[to]) for at, to in asked.paired(len(own), len(other))]
+    taps = BlockTaps.on("of the student", student, [one for one, _ in pairs])
+    theirs = BlockTaps.on("of the teacher", teacher.module, [one for _, one in pairs])
+    ending.callback(taps.remove)
+    ending.callback(theirs.remove)
+    rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
+    with untouched(student), torch.no_grad(), _evaluating(student), engine.precision.autocast(engine.device):
+        engine.caller(engine.module, {name: one.clone() for name, one in rows.items()})
+        teacher.rows(rows, rows["labels"].ndim + 1, None)
+    widths = [
+        {path: token_rows(one, rows, f"{path} {which.whose}").shape[1] for path, one in which.taken().items()}
+        for which in (taps, theirs)
+    ]
+    shapes = [asked.by.shapes(widths[0][one], widths[1][another]) for one, another in pairs]
+    maps = HiddenMaps(shapes, next(student.parameters()), parts.config.train.seed)
+    ending.callback(attach(student, maps))
+    told = ", ".join(f"{one} with {another}" for one, another in pairs)
+    said = f"{told}: {_parameters(maps):,} parameters of maps are trained too, and no part of the model"
+    term = HiddenTerm(by=asked.by, weight=asked.match_weight, pairs=pairs, maps=maps, student=taps, teacher=theirs)
+    return term, _event("info", f"hidden states of {said}")
+
+
 def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
     """Run both models on the first rows, so that what does not fit is known now; say if they are equal already."""
     end = CourseState(now=replace(loss.course.now, t=1.0), total=1)
-    look = replace(engine, objective=replace(loss, inner=loss.inner.of_teacher_alone(), course=end))
+    look = replace(engine, objective=replace(loss, inner=loss.inner.of_teacher_alone(), course=end, hidden=None))
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
     with untouched(engine.module), torch.no_grad(), _evaluating(engine.module):
         value = float(look.loss_of_copies(rows, step=0, key=0))

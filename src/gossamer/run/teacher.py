@@ -15,6 +15,7 @@ from gossamer.loss._distillation import Course, Distillation, targets
 from gossamer.loss._output import logits_of
 from gossamer.model.forward_adapter import ForwardAdapter
 from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
+from gossamer.run.hidden_states import HiddenTerm
 from gossamer.run.step_algorithm import ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.task import Task
 from gossamer.saver._cut_head import CutHead, HeadWatch, head_of
@@ -80,7 +81,7 @@ class CourseState:
 class TaughtLoss(Loss):
     """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all;
     `width`: logits of the teacher that count; `computes`: whether this rank has the last stage; others have no logits,
-    and no use for a teacher.
+    and no use for a teacher. `hidden`: the match of hidden states, None without one.
 
     Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
     """
@@ -91,8 +92,13 @@ class TaughtLoss(Loss):
     words: int | None = None
     width: int = 0
     computes: bool = True
+    hidden: HiddenTerm | None = None
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        loss = self._of_outputs(output, batch)
+        return loss if self.hidden is None else loss + self.hidden.loss(batch)
+
+    def _of_outputs(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.computes:
             return self.inner(output, batch)
         inner, temperature, t = self.inner, self.inner.temperature, self.course.now.t

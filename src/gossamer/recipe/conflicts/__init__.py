@@ -76,6 +76,7 @@ LAWS: tuple[Law, ...] = (
     side.tokens_with_loss,
     distillation.teacher_with_training,
     distillation.course_with_training,
+    distillation.hidden_states_alone,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,

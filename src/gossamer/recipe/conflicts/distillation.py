@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from gossamer.loss._distillation import Distillation
+from collections.abc import Callable
+
+from gossamer.loss.hidden import Hidden, distillation_in
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
 _KEY = "train.loss"
+_BESIDE_HIDDEN: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
+    ("a model in one stage", lambda r: r.in_stages, lambda r: f"{r.stages} stages"),
+    (
+        "parameters that are there all the time, in one place",
+        lambda r: r.sharding.takes_parameters or r.sharding.is_tiered,
+        lambda r: f"plan.sharding {told(r.plan.sharding)}",
+    ),
+    (
+        "gradients that are averaged at every step",
+        lambda r: not r.sync.is_plain,
+        lambda r: f"plan.sync {told(r.plan.sync)}",
+    ),
+    (
+        "no savers, which may run a block twice",
+        lambda r: bool(r.plan.savers),
+        lambda r: f"plan.savers {', '.join(map(told, r.plan.savers))}",
+    ),
+    ("a model that is not compiled", lambda r: r.config.model.compile, lambda r: "model.compile true"),
+    (
+        "a model without an adapter",
+        lambda r: r.config.model.adapter != "none",
+        lambda r: f"model.adapter {told(r.config.model.adapter)}",
+    ),
+    (
+        "a model without a side network",
+        lambda r: r.config.model.side != "none",
+        lambda r: f"model.side {told(r.config.model.side)}",
+    ),
+)
 
 
 def teacher_with_training(recipe: Recipe) -> BadInput | None:
     """Return an error for a distillation without a teacher, or with what computes the plain loss."""
-    loss, config = recipe.loss_of(recipe.config), recipe.config
-    if not isinstance(loss, Distillation):
+    found, config = recipe.loss_of(recipe.config), recipe.config
+    loss = distillation_in(found)
+    if loss is None:
         return None
     name = MethodConfig.parse(config.train.loss).name
     if not loss.teacher.strip():
-        do = f"write train.loss: {{{name}: {{teacher: FOLDER}}}}"
+        inside = "output: {kl: {teacher: FOLDER}}" if isinstance(found, Hidden) else "teacher: FOLDER"
+        do = f"write train.loss: {{{name}: {{{inside}}}}}"
         return bad_input(wanted=f"a teacher for {name}", got="none", do=do, key=_KEY)
     if config.train.adversarial.epsilon:
         return bad_input(
@@ -38,8 +71,8 @@ def teacher_with_training(recipe: Recipe) -> BadInput | None:
 
 def course_with_training(recipe: Recipe) -> BadInput | None:
     """Return an error for an adaptive distillation where its course would not be the same on all ranks, or not end."""
-    loss, config = recipe.loss_of(recipe.config), recipe.config
-    if not isinstance(loss, Distillation) or not loss.is_adaptive:
+    loss, config = distillation_in(recipe.loss_of(recipe.config)), recipe.config
+    if loss is None or not loss.is_adaptive:
         return None
     name = MethodConfig.parse(config.train.loss).name
     if not recipe.sync.is_plain:
@@ -56,4 +89,19 @@ def course_with_training(recipe: Recipe) -> BadInput | None:
             do="leave train.seconds out, or set train.loss to kl",
             key=_KEY,
         )
+    return None
+
+
+def hidden_states_alone(recipe: Recipe) -> BadInput | None:
+    """Return an error for a match of hidden states beside what keeps blocks elsewhere, or runs them otherwise."""
+    if not isinstance(recipe.loss_of(recipe.config), Hidden):
+        return None
+    for wanted, is_other, got in _BESIDE_HIDDEN:
+        if is_other(recipe):
+            return bad_input(
+                wanted=f"{wanted}, as the loss hidden reads what blocks return",
+                got=got(recipe),
+                do="leave that out, or use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
+                key=_KEY,
+            )
     return None
