@@ -34,7 +34,7 @@ def declared(name: str) -> Exchange:
     return one if one.traits.lossless or one.traits.remembers else ErrorFeedback(one)
 
 
-SLOW = ("qsgd", "all_gather")  # two_shot is their near relative
+SLOW = ("qsgd", "all_gather", "two_shot", "hierarchical")
 
 
 @pytest.mark.parametrize(

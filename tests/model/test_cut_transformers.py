@@ -87,7 +87,7 @@ def loss_of(seeds: Mapping[int, UnitSeeds], module: nn.Module, batch: Batch) -> 
     return loss
 
 
-NIGHTLY = ("qwen3", "mistral", "gemma")  # llama is their near relative
+NIGHTLY = ("qwen3", "mistral", "gemma", "jamba", "whisper")  # llama, mamba and t5 are their near relatives
 
 
 @pytest.mark.parametrize(

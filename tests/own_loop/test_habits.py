@@ -17,18 +17,13 @@ ROOT = Path(__file__).parent.parent.parent
 DAILY = (
     *("plain", "zero_by_the_model", "two_backwards", "backward_given_up", "accumulate_short_group"),
     *("clip_grad_norm", "grad_scaler", "gradient_by_autograd_grad", "hook_that_clamps"),
-    *("ignore_index", "class_weights", "sum_with_penalty", "root_of_the_mean"),
-    *("nested", "class_weights_untold", "fewer_rows_than_ranks", "shuffled_while_one_rank_samples"),
-    *(
-        "distributed_sampler_left_in",
-        "unequal_data",
-        "looked_at",
-        "fetched_ahead",
-        "rows_of_a_class",
-        "rows_augmented_later",
-    ),
+    *("ignore_index", "class_weights", "sum_with_penalty"),
+    *("nested", "fewer_rows_than_ranks", "distributed_sampler_left_in"),
+    *("unequal_data", "rows_of_a_class"),
 )
 BY_NIGHT = (
+    *("root_of_the_mean", "class_weights_untold", "shuffled_while_one_rank_samples"),
+    *("looked_at", "fetched_ahead", "rows_augmented_later"),
     *("unfrozen_on_the_way", "experts_chosen_by_rows", "two_models", "batch_norm_of_all", "lbfgs"),
     *("contrast_with_rows_by_a_function", "sum_times_a_tensor", "mean_over_rows_then_over_tasks", "mean_without_nan"),
     *("evaluated_on_the_wrapped_loader", "size_as_long_as_the_batch", "attention_of_square_batches_turned"),

@@ -33,13 +33,10 @@ BY_NAME = {one.name: one for one in FEATURES.FEATURES}
 AT_ONCE = 1  # runs of one job, which has a deadline
 SPREAD = (
     ("pipeline stages", "top-k"),
-    ("activation compression", "PowerSGD"),
     ("unequal batch fractions", "local SGD"),
-    ("ZeRO 1", "EF21"),
     ("ZeRO 2", "schedule-free AdamW"),
     ("SDP4Bit", "recompute"),
     ("int8 all-reduce", "gossip"),
-    ("hierarchical exchange", "CSER"),
     ("Eva", "cut cross-entropy"),
 )
 

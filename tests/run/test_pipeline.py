@@ -24,10 +24,13 @@ def staged(stages: int, **plan: Any) -> dict[str, Any]:
         (3, 3, {}),
         (2, 2, {"pipeline_schedule": "gpipe"}),
         (3, 3, {"pipeline_schedule": {"split_backward": {"inner": "one_f_one_b"}}}),
-        (3, 3, {"pipeline_schedule": {"recompute": {"split_backward": {"inner": "gpipe"}}}}),
+        pytest.param(
+            *(3, 3, {"pipeline_schedule": {"recompute": {"split_backward": {"inner": "gpipe"}}}}),
+            marks=pytest.mark.nightly,
+        ),
         (2, 2, {"pipeline_schedule": "recompute"}),
-        (1, 1, {"pipeline_schedule": "recompute"}),
-        (4, 4, {"cuts": ["embed", "layers.0", "layers.1", "norm"]}),
+        pytest.param(1, 1, {"pipeline_schedule": "recompute"}, marks=pytest.mark.nightly),
+        pytest.param(4, 4, {"cuts": ["embed", "layers.0", "layers.1", "norm"]}, marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_those_of_one_process(pool, tmp_path: Path, ranks: int, stages: int, plan: dict[str, Any]) -> None:

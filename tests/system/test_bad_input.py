@@ -259,7 +259,11 @@ def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, pla
             "model.config.hidden_size=48",
             ("a checkpoint of another model", "float32 (257, 32), wanted float32 (257, 48)", "saved from", "a new run"),
         ),
-        ("train.seed=5", ("made with seed 0, the run has 5", "Resume with seed 0, or start a new run")),
+        pytest.param(
+            "train.seed=5",
+            ("made with seed 0, the run has 5", "Resume with seed 0, or start a new run"),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "train.batch=6",
             ("made with batch 4, the run has 6", "Resume with batch 4"),
