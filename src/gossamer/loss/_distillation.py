@@ -46,7 +46,6 @@ class Distillation(Loss):
     """
 
     __slots__ = ()
-    needs_teacher: ClassVar[bool] = True
     is_adaptive: ClassVar[bool] = False
 
     teacher: str

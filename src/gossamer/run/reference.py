@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
@@ -20,7 +19,7 @@ from gossamer.comm.message import Collective, Message
 from gossamer.loss import Loss
 from gossamer.loss._answers import answer_log_probabilities
 from gossamer.loss.dpo import ANSWERS, REFERENCE
-from gossamer.model.side_effects import untouched
+from gossamer.model.side_effects import evaluating, untouched
 from gossamer.model.split.constructor_state import tensors_of
 from gossamer.run.batches import Batches, MicroBatch, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.engine import pieces_of, pipeline_of
@@ -133,7 +132,7 @@ class ReferencePass:
         chosen = [mine[rows] for rows in row_slices(len(mine), largest)]
         found = torch.zeros(2, total, dtype=torch.float32, device=self.engine.device)  # sums, and by how many ranks
         pieces, pipeline = self._pieces()
-        with untouched(self.engine.module), _evaluating(self.engine.module):
+        with untouched(self.engine.module), evaluating(self.engine.module), torch.no_grad():  # no dropout
             for first in range(0, len(chosen), _TOGETHER):
                 self.at(0, "reference")
                 for number, values in self._run(side, chosen[first : first + _TOGETHER], pieces, pipeline).items():
@@ -166,19 +165,6 @@ class ReferencePass:
 
 def _inner(side: Batches) -> Batches:
     return side.inner if isinstance(side, ReferencedBatches) else side
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode, without gradients, inside this context: the reference has no dropout."""
-    modes = {inner: inner.training for inner in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for inner, training in modes.items():
-            inner.training = training
 
 
 def _kept(file: Path, count: int) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from gossamer.model.precision import Precision
 from gossamer.ops.tiled_logits import coarse
 from gossamer.run.batches import Batches, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.parts import Parts
-from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher, cut_to
+from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher
 from gossamer.spec.errors import bad_input
 
 _TOGETHER = 32  # sequences between two messages
@@ -112,7 +112,7 @@ class TeacherPass:
         assert self.teacher is not None
         shape = batch["labels"].shape
         with self.precision.autocast(self.parts.device):
-            rows = cut_to(self.teacher.rows(batch, len(shape) + 1), self.words)
+            rows = replace(self.teacher.rows(batch, len(shape) + 1), words=self.words)
         if k >= rows.width:
             do = "keep fewer words, or set top_k to 0 to run the teacher beside the student"
             raise bad_input(wanted=f"fewer than {rows.width:,} words", got=str(k), do=do, key="train.loss")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from gossamer.loss._distillation import Distillation
 from gossamer.model import side as sides
 from gossamer.recipe.recipe import Recipe
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
@@ -45,15 +47,22 @@ def side_alone(recipe: Recipe) -> BadInput | None:
 
 
 def tokens_with_loss(recipe: Recipe) -> BadInput | None:
-    """Return an error for next tokens predicted from a correction that was made of the whole sequence."""
-    written = recipe.config.model.side
-    if written == "none" or not told(recipe.config.train.loss).startswith("next_token"):
-        return None
-    tokens = sides.build(written, key=sides.KEY).tokens
-    if tokens not in _POOLED:
+    """Return an error for tokens predicted from a correction that was made of the whole sequence.
+
+    A distillation of text is one by token; of other data only the batches tell (`pooled`).
+    """
+    loss, config = recipe.loss_of(recipe.config), recipe.config
+    is_text_taught = isinstance(loss, Distillation) and config.data.factory is None
+    return pooled(config) if loss.by_token or is_text_taught else None
+
+
+def pooled(config: RunConfig) -> BadInput | None:
+    """Return an error for a side network that reads whole sequences, for a loss by token; None without one."""
+    written = config.model.side
+    if written == "none" or (tokens := sides.build(written, key=sides.KEY).tokens) not in _POOLED:
         return None
     return bad_input(
-        wanted="tokens: causal with the loss next_token, as no token may see a later one",
+        wanted=f"tokens: causal with the loss {told(config.train.loss)}, as no token may see a later one",
         got=f"tokens: {tokens}",
         do="write tokens: causal, or set train.loss to that of a classifier",
         key=f"{sides.KEY}.tokens",
