@@ -91,6 +91,14 @@ def test_without_adaptation_t_is_the_straight_line() -> None:
     assert t == pytest.approx([0.4 + 0.6 * n / 60 for n in range(61)])
 
 
+def test_a_start_at_the_student_itself_leaves_t_free() -> None:
+    """There the loss is 0, or rounding around it: the steps after it are not judged by how much more they lose."""
+    for first in (0.0, 1e-12, -1e-9):
+        found = courses(Taid(t_start=0.0, alpha=0.5, beta=0.9), [first, 0.01, *(1 / n for n in range(1, 99))])
+        assert all(-1 <= one.momentum <= 1 for one in found)
+        assert found[50].t > 0.99  # by the line 0.5
+
+
 def test_t_follows_the_equations() -> None:
     """By hand, with a rate at which the line is far below."""
     method, losses = Taid(alpha=0.5, beta=0.6, t_start=0.1), [3.0, 2.0, 2.5]
