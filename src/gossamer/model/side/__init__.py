@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -85,11 +85,11 @@ REGISTRY: Registry[SideNetwork] = Registry(__name__, SideNetwork)  # type: ignor
 names, build = REGISTRY.names, REGISTRY.build
 
 
-def attach(module: nn.Module, side: SideNetwork, seed: int) -> None:
-    """Put `side` beside the blocks of `module`, in place, and freeze everything else.
+def attach(module: nn.Module, side: SideNetwork, seed: int) -> Callable[[], None]:
+    """Put `side` beside the blocks of `module`, in place, and freeze everything else. Return what undoes both.
 
     The model computes what it computed before. Initial values are a function of `seed` and of each tensor's name.
-    Raises BadInput for a model that it does not fit.
+    Raises BadInput for a model that it does not fit, which stays as it was.
     """
     if hasattr(module, CHILD):
         raise bad_input(
@@ -103,11 +103,21 @@ def attach(module: nn.Module, side: SideNetwork, seed: int) -> None:
     width = max(1, widths[-1] // side.reduction)
     aggregation = side.aggregation(widths, width)
     like = next(module.parameters())
-    module.requires_grad_(False)
     route = SideRoute(aggregation.to(device=like.device, dtype=like.dtype), tokens_of(module, side.tokens, key=KEY))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    module.requires_grad_(False)
+    hooks = route.hook(module, taps)
     module.add_module(CHILD, route)
-    route.hook(module, taps)
     redraw(module, frozenset(name for name, _ in side_tensors(module)), seed)
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        del module._modules[CHILD]
+        for p in trained:
+            p.requires_grad_(True)
+
+    return undo
 
 
 def _taps(module: nn.Module, side: SideNetwork) -> tuple[str, ...]:
