@@ -29,7 +29,7 @@ class BalancedOrder:
     query    (P,) the query of every pair; queries are numbered from 0
     margin   (P,) the teacher's margin of every pair
     cluster  (Q,) the cluster of every query
-    size     pairs of a batch, of all ranks together
+    size     pairs of a batch, of all ranks together: train.batch / together
     bins     of the margin; 1: pairs of a query are drawn uniformly
     """
 
