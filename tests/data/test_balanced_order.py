@@ -76,11 +76,18 @@ def test_means_find_what_is_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"size": 0}, {"bins": 0}, {"margin": np.ones(2)}, {"cluster": np.zeros(1, np.int64)}]
+    ("change", "said"),
+    [
+        ({"size": 0}, "got 0 pairs"),
+        ({"bins": 0}, "0 bins"),
+        ({"together": 0}, "0 rows per pair"),
+        ({"margin": np.ones(2)}, "2 margins for 3 pairs of 3 queries"),
+        ({"cluster": np.zeros(1, np.int64)}, "3 margins for 3 pairs of 1 queries"),
+    ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, object]) -> None:
+def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
     given = {"seed": 0, "query": np.arange(3), "margin": np.ones(3), "cluster": np.zeros(3, np.int64), "size": 2}
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=said):
         BalancedOrder(**{**given, **change})  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gossamer.model.networks.hyper_interval import HyperInterval
 from gossamer.model.networks.mip import MagnitudeInvariantHyper, encoded
 from gossamer.model.origin import origin_of
-from gossamer.ops.intervals import Interval
+from gossamer.ops.intervals import Interval, worst_logits
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 
@@ -43,8 +43,17 @@ def test_logits_of_a_box_are_inside_and_the_worst_is_the_worst() -> None:
     module, inputs = hyper(), torch.randn(5, 6, dtype=torch.float64)
     box = module.box(1)
     found = module.logits(inputs, module.weights(box))
+    labels = torch.tensor([0, 1, 2, 3, 0])
+    worst = F.cross_entropy(worst_logits(found, labels), labels, reduction="none")
     for one in drawn(box, 200):
-        assert bool(found.holds(module.at(one, inputs), 1e-12).all())
+        made = module.at(one, inputs)
+        assert bool(found.holds(made, 1e-12).all())
+        assert bool((F.cross_entropy(made, labels, reduction="none") <= worst + 1e-12).all())
+    own = F.one_hot(labels, 4).double()
+    by_hand = found.center + found.radius * (1 - 2 * own)  # the lowest of its own class, the highest of the others
+    assert torch.allclose(worst_logits(found, labels), by_hand, atol=1e-12)
+    total = module.loss(inputs, labels, 1, worst=0.3)
+    assert torch.allclose(total, 0.7 * F.cross_entropy(found.center, labels) + 0.3 * worst.mean())
 
 
 def test_radius_0_is_a_plain_hypernetwork() -> None:

@@ -453,6 +453,6 @@ def test_wrong_widths_and_ways_are_said_at_the_first_forward() -> None:
         module(IDS)
     twice = Plain(dropout=0.0)
     twice.blocks[1] = twice.blocks[0]  # the model calls one block in two places
-    with pytest.raises(BadInput):
-        attach(twice, build({"unipt": {"taps": ["blocks"]}}), seed=0)
+    attach(twice, build({"unipt": {"taps": ["^blocks[.][0-9]$"]}}), seed=0)
+    with pytest.raises(BadInput, match=r"got blocks\.0 out of turn"):
         twice(IDS)
