@@ -24,10 +24,12 @@ from gossamer.model.split.constructor_state import tensors_of
 from gossamer.run.batches import Batches, MicroBatch, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.engine import pieces_of, pipeline_of
 from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.kept_tensors import KeptTensors
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 
+VALUES = "log_probabilities"  # in the file
 _TOGETHER = 8  # micro-batches that are prepared at a time
 
 
@@ -83,19 +85,19 @@ class ReferencePass:
         """
         sides = [self.parts.train, *(one.batches for one in self.parts.validation.values())]
         count = sum(map(len, sides))
-        file = self.folder / f"reference-{self._key()}.f32"
-        kept = _kept(file, count)
-        if bool(gathered(self.pump.channel, [float(kept is not None)]).all()):
-            assert kept is not None
-            values = kept
-            self.tell(f"reference: log-probabilities of {count:,} answers, from {file.name}")
-        else:
-            began = time.perf_counter()
-            values = torch.cat([self._computed(side) for side in sides])
-            if self.writes:
-                _write(file, values)
-            spent = time.perf_counter() - began
-            self.tell(f"reference: log-probabilities of {count:,} answers by the initial model, {spent:.1f} s")
+        began = time.perf_counter()
+        kept = KeptTensors(
+            file=self.folder / f"reference-{self._key()}.safetensors",
+            fits=lambda found: VALUES in found and found[VALUES].shape == (count,),
+            writes=self.writes,
+        )
+        found, is_there = kept.read_or_made(
+            self.pump.channel, lambda: {VALUES: torch.cat([self._computed(side) for side in sides])}
+        )
+        values = found[VALUES]
+        spent = time.perf_counter() - began
+        how = f", from {kept.file.name}" if is_there else f" by the initial model, {spent:.1f} s"
+        self.tell(f"reference: log-probabilities of {count:,} answers{how}")
         train, *others = (
             ReferencedBatches(_inner(side), those)
             for side, those in zip(sides, torch.split(values, [len(side) for side in sides]), strict=True)
@@ -165,19 +167,3 @@ class ReferencePass:
 
 def _inner(side: Batches) -> Batches:
     return side.inner if isinstance(side, ReferencedBatches) else side
-
-
-def _kept(file: Path, count: int) -> Tensor | None:
-    """Return the (count,) numbers in `file`; None where there is no such file of that size."""
-    try:
-        data = file.read_bytes()
-    except OSError:
-        return None
-    return torch.from_numpy(np.frombuffer(data, "<f4").copy()) if len(data) == 4 * count else None
-
-
-def _write(file: Path, values: Tensor) -> None:
-    """Write numbers as little-endian float32: beside first, so that the file is complete or absent."""
-    beside = file.with_suffix(".part")
-    beside.write_bytes(values.numpy().astype("<f4").tobytes())
-    beside.rename(file)
