@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from gossamer.data.balanced_order import BalancedOrder, clusters_of
+from gossamer.job.training_data import check_loss, of_dataset
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 
 QUERIES, PAIRS, CLUSTERS, SIZE = 120, 40, 6, 8
@@ -74,12 +76,65 @@ def test_means_find_what_is_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"size": 0}, {"bins": 0}, {"margin": np.ones(2)}, {"cluster": np.zeros(1, np.int64)}]
+    ("change", "said"),
+    [
+        ({"size": 0}, "got 0 pairs"),
+        ({"bins": 0}, "0 bins"),
+        ({"together": 0}, "0 rows per pair"),
+        ({"margin": np.ones(2)}, "2 margins for 3 pairs of 3 queries"),
+        ({"cluster": np.zeros(1, np.int64)}, "3 margins for 3 pairs of 1 queries"),
+    ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, object]) -> None:
+def test_what_does_not_fit_is_refused(change: dict[str, object], said: str) -> None:
     given = {"seed": 0, "query": np.arange(3), "margin": np.ones(3), "cluster": np.zeros(3, np.int64), "size": 2}
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match=said):
         BalancedOrder(**{**given, **change})  # type: ignore[arg-type]
+
+
+class Triples:
+    """A dataset of 40 pairs with an order of batches of `size` pairs."""
+
+    def __init__(self, size: int = 4, pairs: int = 40, together: int = 3) -> None:
+        self.size, self.pairs, self.together = size, pairs, together
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"input_ids": index}
+
+    def sample_order(self, seed: int) -> BalancedOrder:
+        query = np.arange(self.pairs) % 10
+        return BalancedOrder(
+            seed=seed, query=query, margin=np.ones(self.pairs), cluster=np.zeros(10, np.int64), size=self.size
+        )
+
+
+def checked(dataset: Triples, loss: str = "margin_mse") -> None:
+    config = RunConfig.model_validate({"train": {"loss": loss, "batch": 12}})
+    check_loss(of_dataset(dataset, text="triples", fingerprint=""), config)
+
+
+def test_an_order_has_batches_of_the_steps() -> None:
+    """Of another size a step would mix topics, or pairs of two queries would be taken for one."""
+    checked(Triples())
+    for other, said in (
+        (Triples(size=12), "one of 12 pairs, 36 rows"),
+        (Triples(size=3), "one of 3 pairs, 9 rows"),
+        (Triples(pairs=39), "over 117"),
+    ):
+        with pytest.raises(BadInput, match=f"a BalancedOrder of train.batch, 12 rows, over 120 rows.*{said}"):
+            checked(other)
+
+
+def test_what_belongs_together_is_told_by_its_number() -> None:
+    with pytest.raises(BadInput, match="a loss that takes 3 neighboring items as one"):
+        checked(Triples(), "classification")
+    with pytest.raises(BadInput, match=r"whose `together` is 3: margin_mse.*got 1, of triples"):
+        checked(Triples(together=1))
+    for wrong in (0, -3, 1.5):
+        with pytest.raises(BadInput, match="whose `together` is 1 or more"):
+            checked(Triples(together=wrong))  # type: ignore[arg-type]
 
 
 def test_more_clusters_than_points_are_refused() -> None:

@@ -46,10 +46,14 @@ def test_logits_of_a_box_are_inside_and_the_worst_is_the_worst() -> None:
     labels = torch.tensor([0, 1, 2, 3, 0])
     worst = F.cross_entropy(worst_logits(found, labels), labels, reduction="none")
     for one in drawn(box, 200):
-        reached = module.at(one, inputs)
-        assert bool(found.holds(reached, 1e-12).all())
-        assert bool((F.cross_entropy(reached, labels, reduction="none") <= worst + 1e-12).all())
-    assert bool((F.cross_entropy(found.center, labels, reduction="none") < worst).all())
+        made = module.at(one, inputs)
+        assert bool(found.holds(made, 1e-12).all())
+        assert bool((F.cross_entropy(made, labels, reduction="none") <= worst + 1e-12).all())
+    own = F.one_hot(labels, 4).double()
+    by_hand = found.center + found.radius * (1 - 2 * own)  # the lowest of its own class, the highest of the others
+    assert torch.allclose(worst_logits(found, labels), by_hand, atol=1e-12)
+    total = module.loss(inputs, labels, 1, worst=0.3)
+    assert torch.allclose(total, 0.7 * F.cross_entropy(found.center, labels) + 0.3 * worst.mean())
 
 
 def test_radius_0_is_a_plain_hypernetwork() -> None:

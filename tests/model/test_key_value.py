@@ -107,6 +107,18 @@ def test_it_is_a_factory_that_builds_the_same_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
 
 
+def test_the_encoder_gives_what_the_keys_were_placed_by() -> None:
+    """In training too: a frozen encoder has no dropout, and its norms do not move."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))
+    module = KeyValueBottleneck(encoder, features=WIDTH, classes=CLASSES, codebooks=4, pairs=12, key_width=4)
+    inputs, before = clusters(), {name: one.clone() for name, one in encoder.named_buffers()}
+    module.fit_keys(iter([inputs]))
+    wanted = module.eval().fetched(inputs)
+    assert torch.equal(module.train().fetched(inputs), wanted) and module.training
+    assert all(torch.equal(one, before[name]) for name, one in encoder.named_buffers())
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(BadInput, match="sizes of at least 1"):
         bottleneck(pairs=0)

@@ -60,15 +60,15 @@ def test_unequal_ranks_train_as_one_does(pool: Pool, teacher: str, tmp_path: Pat
     """Rows of unequal labels, adaptive t, tiles that cut rows, micro-batches: equal losses, weights and t."""
     found = {}
     for ranks in (1, 3):
-        runs = train(pool, ranks, tmp_path / str(ranks), sections(taid(teacher), accumulate=2), until=5)
+        runs = train(pool, ranks, tmp_path / str(ranks), sections(taid(teacher), accumulate=2), until=4)
         assert all(one["digest"] == runs[0]["digest"] for one in runs)
         found[ranks] = torch.tensor(runs[0]["values"])
     assert torch.allclose(found[1], found[3], rtol=1e-5, atol=1e-6)
     assert losses(tmp_path / "3") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
     one, three = course(tmp_path / "1"), course(tmp_path / "3")
     assert one["teacher"] == three["teacher"] != f"{0:012x}"
-    assert 0.9 < one["t"] < 1 and three["t"] == pytest.approx(one["t"], rel=1e-6)  # the line is at 0.9
-    assert three["momentum"] == pytest.approx(one["momentum"], rel=1e-4)
+    assert 0.81 < one["t"] < 1 and three["t"] == pytest.approx(one["t"], rel=1e-5)  # beyond the line, which is at 0.8
+    assert one["momentum"] != 0 and three["momentum"] == pytest.approx(one["momentum"], rel=1e-4)
     said = [one["message"] for one in records(tmp_path / "1", "event")]
     assert any("run beside the student" in one for one in said) and not any("held whole" in one for one in said)
 

@@ -10,7 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from gossamer.model.origin import origin_of
+from gossamer.recipe import Recipe
 from gossamer.recipe.conflicts import check
+from gossamer.recipe.conflicts.side import tokens_with_loss
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import MeshSizes, Plan
@@ -64,6 +66,13 @@ def test_a_run_goes_on_with_other_ranks(pool: Pool, tmp_path: Path, base: str) -
         ({"model": {**SIDE["model"], "compile": True}}, "a model that is not compiled"),
         ({"train": {"adversarial": {"epsilon": 0.1}}}, "no adversarial training"),
         ({"model": {"side": {"unipt": {"tokens": "mean"}}}}, "no token may see a later one"),
+        *(
+            ({"model": {"side": {"sherl": {"tokens": "last"}}}, "train": {"loss": loss}}, f"the loss {name}.*later one")
+            for name, loss in (
+                ("dpo", "dpo"),
+                *((one, {one: {"teacher": "x"}}) for one in ("kl", "reverse_kl", "jsd", "taid")),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_combined_is_refused(sections: dict[str, Any], told: str) -> None:
@@ -72,6 +81,18 @@ def test_what_cannot_be_combined_is_refused(sections: dict[str, Any], told: str)
     asked = RunConfig.model_validate(given)
     with pytest.raises(BadInput, match=told):
         check(asked, planned(asked))
+
+
+def test_a_side_network_that_pools_goes_with_a_loss_by_row() -> None:
+    """Only what judges tokens one by one must not see later ones; a dataset of one's own may have one label a row."""
+    for section in ({"train": {"loss": "classification"}}, {"train": {"loss": {"kl": {"teacher": "x"}}}}):
+        data = {"factory": "a:b"}
+        asked = RunConfig.model_validate(
+            {"model": {"hf": "llama", "side": {"unipt": {"tokens": "mean"}}}, "data": data, **section}
+        )
+        assert tokens_with_loss(Recipe.of(asked, planned(asked))) is None
+    causal = RunConfig.model_validate({"model": {"hf": "llama", "side": "unipt"}, "train": {"loss": "dpo"}})
+    assert tokens_with_loss(Recipe.of(causal, planned(causal))) is None
 
 
 def planned(asked: RunConfig) -> Plan:

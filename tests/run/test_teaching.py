@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gossamer
-from gossamer.job.teaching import FoundTeacher, compared, find_teacher
+from gossamer.job.teaching import FoundTeacher, _FirstLook, _ready, compared, find_teacher
+from gossamer.loss.dpo import ANSWERS, REFERENCE, Dpo
+from gossamer.loss.kl import Kl
+from gossamer.loss.taid import Taid
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.precision import precision_of
+from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, CourseState, TaughtLoss, Teacher
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 
 
@@ -19,6 +26,10 @@ class Model(nn.Module):
     def __init__(self, words: int, width: int = 4) -> None:
         super().__init__()
         self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(x)
+        return found
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.head
@@ -30,6 +41,44 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         return [(ord(one) + self.shift) % self.vocabulary for one in text]
+
+
+class Tokens(nn.Module):
+    """A language model whose words depend on the token and its position."""
+
+    def __init__(self, words: int = 16) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(16, 8), nn.Embedding(9, 8)
+        self.head = nn.Linear(8, words)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        at = torch.arange(input_ids.shape[1]) if position_ids is None else position_ids
+        found: Tensor = self.head(self.embed(input_ids) + self.places(at))
+        return found
+
+
+class Deaf(Tokens):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def ready(teacher: nn.Module, student: nn.Module, rows: dict[str, Tensor], side: Any = "none") -> Teacher:
+    config = RunConfig.model_validate({"model": {"hf": "llama", "side": side}, "data": {"factory": "a:b"}})
+    train = SimpleNamespace(together=1, batch=lambda _: rows)
+    parts: Any = SimpleNamespace(device=torch.device("cpu"), train=train, config=config)
+    engine: Any = SimpleNamespace(
+        caller=caller_of(student, rows), precision=precision_of("fp32"), device=torch.device("cpu")
+    )
+    return _ready(teacher, parts, engine)
+
+
+def taught(teacher: Teacher | None, width: int, **settings: Any) -> TaughtLoss:
+    inner = Kl(teacher="x", **settings)
+    return TaughtLoss(inner=inner, teacher=teacher, course=CourseState(now=inner.first(), total=3), width=width)
+
+
+IDS = torch.arange(9)[None]
+ROWS = {"input_ids": IDS, "labels": IDS}
 
 
 def look(teacher: Model, student: Model, theirs: Any, ours: Any, positions: int | None = None) -> Any:
@@ -66,6 +115,82 @@ def test_a_teacher_that_sees_too_little_is_refused() -> None:
 def test_a_student_larger_than_its_teacher_is_warned_of() -> None:
     _, (remark,) = look(Model(50), Model(50, 9), Words(50), Words(50))
     assert remark.level == "warning" and "fewer than the student" in remark.message
+
+
+def test_a_teacher_without_a_tokenizer_is_told() -> None:
+    _, (remark,) = look(Model(50, 9), Model(50), None, Words(50))
+    assert remark.level == "warning" and "it has no tokenizer, so that nothing has checked" in remark.message
+    assert look(Model(50, 9), Model(50), None, None) == (None, [])  # no text, and no tokens to compare
+
+
+def test_a_broken_tokenizer_is_no_missing_one(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    found = find_teacher(str(tmp_path))
+    assert found.tokenizer is None and found.without == f"{tmp_path} has no tokenizer"
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BadInput, match=r"the teacher's tokenizer cannot be read: .*not JSON"):
+        find_teacher(str(tmp_path))
+
+
+def test_a_teacher_is_told_where_documents_begin() -> None:
+    """One that is not would give the words of other positions: that is refused, as it is of a student."""
+    rows = {**ROWS, "position_ids": torch.arange(9)[None] % 4}
+    assert ready(Tokens(), Tokens(), rows).width == 16
+    with pytest.raises(BadInput, match=r"a forward of the teacher with a parameter position_ids.*Deaf"):
+        ready(Deaf(), Tokens(), rows)
+    assert ready(Deaf(), Tokens(), ROWS).width == ready(Deaf(), Deaf(), rows).width == 16
+
+
+def test_a_pooled_side_network_is_refused_with_labels_of_tokens() -> None:
+    pooled = {"unipt": {"tokens": "mean"}}
+    with pytest.raises(BadInput, match="no token may see a later one"):
+        ready(Tokens(), Tokens(), ROWS, pooled)
+    assert ready(Model(5), Model(5), {"x": torch.zeros(2, 4), "labels": torch.zeros(2).long()}, pooled).width == 5
+
+
+def test_widths_are_compared_where_only_words_of_the_teacher_are_kept() -> None:
+    """A kept teacher has no logits any more, and a wider student would be taught all the same."""
+    kept = {WORDS: torch.zeros(1, 9, 1).int(), LOG_PROBABILITIES: torch.full((1, 9, 2), -0.7)}
+    loss = taught(None, 16, top_k=1)
+    assert loss(Tokens(16)(IDS), {**ROWS, **kept}).item() > 0
+    for words in (12, 20):
+        with pytest.raises(BadInput, match=f"the vocabulary of the student, {words} logits, got one with 16"):
+            loss(Tokens(words)(IDS), {**ROWS, **kept})
+
+
+def test_a_student_with_terms_of_its_own_is_refused() -> None:
+    """Its logits alone would train it, without them (the balance of experts)."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=16, num_key_value_heads=1, num_local_experts=4, **sizes)
+    student, teacher = MixtralForCausalLM(config), ready(Tokens(), Tokens(), ROWS)
+    loss = taught(teacher, teacher.width)
+    assert _FirstLook(loss)(student(**ROWS), ROWS).item() > 0
+    balanced = student(**ROWS, output_router_logits=True)
+    answers = {ANSWERS: IDS.repeat(2, 1), REFERENCE: torch.zeros(2)}
+    for judge, rows in ((loss, ROWS), (Dpo(), answers)):
+        with pytest.raises(BadInput, match="an output with aux_loss"):
+            judge(balanced, rows)
+    plain = student(**ROWS)
+    for change in (0.01, -0.01):
+        with pytest.raises(BadInput, match="where the cross-entropy is"):
+            _FirstLook(loss)({"loss": plain.loss + change, "logits": plain.logits}, ROWS)
+
+
+def test_a_course_begins_where_another_loss_ended() -> None:
+    """A run of kl has no course, though its t is 1; taid goes on with its own."""
+    kl, taid = Kl(teacher="x"), Taid(teacher="x")
+    before = CourseState(now=kl.first(), total=9, teacher="a").meta()
+    state = CourseState(now=taid.first(), total=9, teacher="a")
+    assert "its course begins here, at t = 0.4" in state.restore(before) and state.now == taid.first()
+    state.now = taid.after(taid.after(taid.first(), loss=2.0, done=1, total=9), loss=1.0, done=2, total=9)
+    again = CourseState(now=taid.first(), total=9, teacher="b")
+    assert again.restore(state.meta()) == "the teacher is another one than before" and again.now == state.now
+    assert CourseState(now=kl.first(), total=9).restore({}) == ""
 
 
 def test_a_teacher_that_is_nowhere_is_named() -> None:

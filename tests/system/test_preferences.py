@@ -94,7 +94,7 @@ def test_a_resume_reads_what_was_computed_before_step_1(place: Place) -> None:
     assert "by the initial model" in first and "answers, from reference-" in again
     assert losses(part) == pytest.approx(losses(whole), rel=1e-5)
     assert {one["loss_unit"] for one in records(part, "start")} == {"nats/pair"}
-    (kept,) = part.glob("reference-*.f32")
+    (kept,) = part.glob("reference-*.safetensors")
     kept.unlink()
     place.good("resume", part, "train.steps=7", "machines.processes=2")
     assert "by the initial model" in said(part)[-1]

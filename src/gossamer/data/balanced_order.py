@@ -29,7 +29,7 @@ class BalancedOrder:
     query    (P,) the query of every pair; queries are numbered from 0
     margin   (P,) the teacher's margin of every pair
     cluster  (Q,) the cluster of every query
-    size     pairs of a batch, of all ranks together
+    size     pairs of a batch, of all ranks together: train.batch / together
     bins     of the margin; 1: pairs of a query are drawn uniformly
     """
 
@@ -66,16 +66,6 @@ class BalancedOrder:
         chosen = {int(one): self.batch(int(one)) for one in np.unique(batch)}
         pairs = np.array([chosen[int(b)][int(s)] for b, s in zip(batch, slot, strict=True)], np.int64)
         return (pairs * self.together + place).reshape(index.shape)
-
-    def check_batch(self, rows: int) -> None:
-        """Raise BadInput unless a step's batch of so many rows is one batch of this order, whose topic is one."""
-        if rows != self.size * self.together:
-            raise bad_input(
-                wanted=f"a batch of the order's size, {self.size} pairs of {self.together} rows",
-                got=f"train.batch {rows}",
-                do=f"set train.batch to {self.size * self.together}, or the order's size to {rows // self.together}",
-                key="train.batch",
-            )
 
     def batch(self, number: int) -> Ints:
         """Return the pairs of one batch, (size,)."""

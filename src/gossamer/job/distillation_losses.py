@@ -11,9 +11,10 @@ from gossamer.job.text_evaluation import EvaluatedModel
 from gossamer.job.training_data import corpus_of, open_validation_sets
 from gossamer.job.worker import origin_for
 from gossamer.loss.next_token import NextToken
-from gossamer.model.forward_adapter import caller_of
+from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.precision import precision_of
 from gossamer.run.batches import TextBatches
+from gossamer.run.engine import check_isolates
 from gossamer.spec.config import RunConfig
 
 
@@ -33,16 +34,19 @@ def losses_before(config: RunConfig, teacher: str) -> dict[str, dict[str, float]
         module = (
             find_teacher(teacher).module if who == "teacher" else origin_for(config, corpus).build(config.train.seed)
         )
+        caller = caller_of(module, corpus.train.batch(np.zeros(1, np.int64)))
+        if config.data.isolate:
+            check_isolates(module, caller, f"of the {who} ")
         for name, batches in sets.items():
-            found[name][who] = _loss(module, batches, config.train.evaluate_sequences)
+            found[name][who] = _loss(module, caller, batches, config.train.evaluate_sequences)
     return found
 
 
-def _loss(module: nn.Module, batches: TextBatches, most: int) -> float:
+def _loss(module: nn.Module, caller: ForwardAdapter, batches: TextBatches, most: int) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = EvaluatedModel(
         module=module.to(device).eval(),
-        caller=caller_of(module, batches.batch(np.zeros(1, np.int64))),
+        caller=caller,
         loss=NextToken(),
         precision=precision_of("fp32"),
         device=device,

@@ -33,12 +33,10 @@ class FoundModel:
 
 def find_model(place: Path, checkpoint: str | int = LATEST) -> FoundModel:
     """Load the model at `place`. `checkpoint`: of a run. Raises BadInput, CheckpointMismatch."""
-    is_file, is_hf = place.is_file(), (place / "config.json").is_file()
-    if not is_file and not is_hf:
+    origin = weights_at(place)
+    if origin is None:
         return _of_run(place, checkpoint)
     check_no_choice(place, checkpoint)
-    origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
-    check_weights(origin, place)
     tokenizer = parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
     return FoundModel(
         module=origin.build(0),
@@ -46,8 +44,21 @@ def find_model(place: Path, checkpoint: str | int = LATEST) -> FoundModel:
         positions=origin.positions(),
         name=str(place),
         step=None,
-        folders=(place,) if is_hf else (),
+        folders=(place,) if place.is_dir() else (),
     )
+
+
+def weights_at(place: Path) -> ModelSource | None:
+    """Return the source of the model in a Hugging Face folder or GGUF file; None for anything else.
+
+    Raises BadInput for a folder without weights.
+    """
+    is_file = place.is_file()
+    if not is_file and not (place / "config.json").is_file():
+        return None
+    origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
+    check_weights(origin, place)
+    return origin
 
 
 def check_weights(origin: ModelSource, place: Path) -> None:

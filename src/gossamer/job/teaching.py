@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
-from gossamer.job.found_model import check_weights
+from gossamer.job.found_model import weights_at
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.trained_run import read_chosen
-from gossamer.loss._output import logits_of
+from gossamer.loss import Loss
+from gossamer.loss._output import logits_of, loss_of, mean_cross_entropy, own_terms
 from gossamer.loss.hidden import Hidden, distillation_in
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.input_checks import check_sequence
-from gossamer.model.origin import origin_of
-from gossamer.model.side_effects import untouched
+from gossamer.model.side_effects import evaluating, untouched
 from gossamer.model.text_stream import TextCoder
-from gossamer.recipe.conflicts.side import pooled_tokens
+from gossamer.recipe.conflicts.side import pooled
 from gossamer.run.batches import RankBatch, moved
-from gossamer.run.engine import check_isolates
+from gossamer.run.engine import check_isolates, takes_positions
 from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
 from gossamer.run.parts import Parts
 from gossamer.run.step_runner import ModelRuntime
@@ -38,22 +38,25 @@ from gossamer.run.trainer_services import Sink
 from gossamer.saver._cut_head import head_of
 from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
 from gossamer.spec import records
-from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
-from gossamer.spec.method_config import MethodConfig
 
 _KEY = "train.loss"
 _PROBE = 'def mean(xs):\n    """Return the mean."""\n    return sum(xs) / len(xs)  # 0.5 Zwölf, 数学\n'
 _SAME = 1e-7  # nats: a divergence below it is rounding
+_TERMS = 1e-2  # of the loss of the labels: a model's own one differs by less where it is computed in bfloat16
+_TOKENIZER_FILES = ("token*", "vocab*", "spiece*", "sentencepiece*", "merges*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTeacher:
-    """A teacher at its place. `positions`: tokens that it sees at most; `tokenizer`: None where it has none."""
+    """A teacher at its place. `positions`: tokens that it sees at most; `tokenizer`: None where it has none, for the
+    reason `without`.
+    """
 
     module: nn.Module
     tokenizer: Tokenizer | None
     positions: int | None
+    without: str = "it has no tokenizer"
 
 
 def find_teacher(written: str) -> FoundTeacher:
@@ -66,21 +69,20 @@ def find_teacher(written: str) -> FoundTeacher:
             do="write train.loss: {kl: {teacher: FOLDER}}",
             key=_KEY,
         )
-    is_file, is_hf = place.is_file(), (place / "config.json").is_file()
-    if is_file or is_hf:
-        origin = origin_of(ModelSection(gguf=str(place)) if is_file else ModelSection(hf=str(place)))
-        check_weights(origin, place)
-        return FoundTeacher(module=origin.build(0), tokenizer=_tokenizer(place), positions=origin.positions())
+    origin = weights_at(place)
+    if origin is not None:
+        found = FoundTeacher(module=origin.build(0), tokenizer=None, positions=origin.positions())
+        if place.is_dir() and not any(next(place.glob(one), None) for one in _TOKENIZER_FILES):
+            return replace(found, without=f"{place} has no tokenizer")
+        try:
+            return replace(found, tokenizer=parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place))
+        except BadInput as error:
+            if place.is_dir():
+                raise BadInput(f"the teacher's tokenizer cannot be read: {error.message}", key=_KEY) from None
+            return replace(found, without=error.message)  # a GGUF file may hold one that only its own programs read
     run = read_chosen(place, "latest")
     known = run.origin.positions() if run.origin is not None else None
     return FoundTeacher(module=run.module, tokenizer=run.tokenizer, positions=known)
-
-
-def _tokenizer(place: Path) -> Tokenizer | None:
-    try:
-        return parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place)
-    except BadInput:  # a folder with weights alone
-        return None
 
 
 def taught(
@@ -93,8 +95,6 @@ def taught(
     inner, parts = distillation_in(job.parts.objective), job.parts
     if inner is None:
         return job, engine
-    if parts.train.batch(np.arange(parts.train.together))["labels"].ndim > 1 and (error := pooled_tokens(parts.recipe)):
-        raise error
     job.at(0, "teacher")
     is_last = parts.cut is None or len(parts.cut.parts) - 1 in parts.cut.stages
     teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
@@ -102,13 +102,18 @@ def taught(
         found = find_teacher(inner.teacher)
         digest = _digest(found.module)
         words, remarks = compared(found, parts)
-        teacher = _ready(found.module, parts)
+        teacher = _ready(found.module, parts, engine)
         remarks += _tiled(engine, parts, teacher, ending)
     named = f"{int(gathered(pump.channel, [digest]).max()):012x}"
-    by = MethodConfig.parse(parts.config.train.loss).name
-    course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named, by=by)
-    width = 0 if teacher is None else _teachers_width(teacher, parts, engine, words)
-    loss = TaughtLoss(inner=inner, teacher=teacher, course=course, words=words, width=width, computes=is_last)
+    course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
+    loss = TaughtLoss(
+        inner=inner,
+        teacher=teacher,
+        course=course,
+        width=0 if teacher is None else teacher.width,
+        words=words,
+        computes=is_last,
+    )
     if teacher is not None and isinstance(parts.objective, Hidden):
         term, remark = matched(parts.objective, teacher, engine, parts, ending)
         loss, remarks = replace(loss, hidden=term), [*remarks, remark]
@@ -154,7 +159,7 @@ def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[record
         if found.tokenizer is not None:
             _check_tokens(found.tokenizer, parts.words)
         else:
-            said = "it has no tokenizer that can be read: whether it knows the data's tokens is not checked"
+            said = f"{found.without}, so that nothing has checked whether its tokens are those of the data"
             remarks.append(_event("warning", said))
     words, ours, theirs = None, _width(parts.outline), _width(found.module)
     if ours is not None and theirs is not None and ours != theirs:
@@ -209,21 +214,21 @@ def _digest(module: nn.Module) -> float:
     return float(int.from_bytes(whole.digest()[:6], "big"))
 
 
-def _ready(module: nn.Module, parts: Parts) -> Teacher:
-    """Return a teacher that only computes: frozen, in evaluation mode, on the student's device."""
+def _ready(module: nn.Module, parts: Parts, engine: ModelRuntime) -> Teacher:
+    """Return a teacher that only computes: frozen, in evaluation mode, on the student's device.
+
+    Raises BadInput for one that is not told where documents begin, and for a student that reads later tokens.
+    """
     module = module.eval().requires_grad_(False).to(parts.device)
-    given = [name for name in parts.train.batch(np.arange(parts.train.together)) if name != "labels"]
-    caller = caller_of(module, given)
-    if parts.config.data.isolate:
-        check_isolates(module, caller)
-    return Teacher(module=module, caller=caller, parameters=_parameters(module))
-
-
-def _teachers_width(teacher: Teacher, parts: Parts, engine: ModelRuntime, words: int | None) -> int:
-    """Return the number of logits that count of a teacher, from a forward of it."""
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
-    with engine.precision.autocast(engine.device):
-        return teacher.rows(rows, rows["labels"].ndim + 1, words).width
+    if rows["labels"].ndim > 1 and (error := pooled(parts.config)) is not None:
+        raise error
+    caller = caller_of(module, [name for name in rows if name != "labels"])
+    if "position_ids" in rows and takes_positions(engine.caller):
+        check_isolates(module, caller, "of the teacher ")
+    teacher = Teacher(module=module, caller=caller, parameters=_parameters(module))
+    with untouched(module), engine.precision.autocast(engine.device):
+        return replace(teacher, width=teacher.rows(rows, rows["labels"].ndim + 1).width)
 
 
 def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher, ending: ExitStack) -> list[records.Event]:
@@ -278,9 +283,9 @@ def matched(
     ending.callback(taps.remove)
     ending.callback(theirs.remove)
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
-    with untouched(student), torch.no_grad(), _evaluating(student), engine.precision.autocast(engine.device):
+    with untouched(student), torch.no_grad(), evaluating(student), engine.precision.autocast(engine.device):
         engine.caller(engine.module, {name: one.clone() for name, one in rows.items()})
-        teacher.rows(rows, rows["labels"].ndim + 1, None)
+        teacher.rows(rows, rows["labels"].ndim + 1)
     widths = [
         {path: token_rows(one, rows, f"{path} {which.whose}").shape[1] for path, one in which.taken().items()}
         for which in (taps, theirs)
@@ -295,11 +300,13 @@ def matched(
 
 
 def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
-    """Run both models on the first rows, so that what does not fit is known now; say if they are equal already."""
-    end = CourseState(now=replace(loss.course.now, t=1.0), total=1)
-    look = replace(engine, objective=replace(loss, inner=loss.inner.of_teacher_alone(), course=end, hidden=None))
+    """Run both models on the first rows, so that what does not fit is known now; say if they are equal already.
+
+    Raises BadInput for a student with another vocabulary, or whose own loss is not that of the labels.
+    """
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
-    with untouched(engine.module), torch.no_grad(), _evaluating(engine.module):
+    look = replace(engine, objective=_FirstLook(loss))
+    with untouched(engine.module), torch.no_grad(), evaluating(engine.module):
         value = float(look.loss_of_copies(rows, step=0, key=0))
     if abs(value) < _SAME and float(loss.weight(rows)):
         said = "the student gives its outputs already: the loss begins at 0, and there is nothing to learn from it"
@@ -307,12 +314,21 @@ def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[re
     return []
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    modes = {inner: inner.training for inner in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for inner, training in modes.items():
-            inner.training = training
+@dataclass(frozen=True, slots=True, eq=False)
+class _FirstLook(Loss):
+    """How far a student is from its teacher itself. Raises BadInput where its own loss is not that of the labels."""
+
+    taught: TaughtLoss
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        own = loss_of(output)
+        if own is not None and int(self.weight(batch)):
+            logits, labels = self.taught.predictions(output, batch)
+            plain = float(mean_cross_entropy(logits.flatten(0, -2), labels.flatten()).detach())
+            rounding = 1e-4 if logits.dtype is torch.float32 else 1e-2
+            if abs(float(own) - plain) > rounding * max(1.0, plain):
+                raise own_terms(f"a loss of {float(own):.6g} where the cross-entropy is {plain:.6g}")
+        return self.taught.apart(output, batch, 1.0)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.taught.weight(batch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.data import Corpus, Sequences, open_corpus, open_validation
+from gossamer.data.balanced_order import BalancedOrder
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.rank_inputs import DataDescription
 from gossamer.recipe import Recipe
@@ -60,12 +61,15 @@ def training_data(config: RunConfig) -> TrainingData:
 
 
 def check_loss(data: TrainingData, config: RunConfig) -> None:
-    """Raise BadInput for preference pairs without a loss that compares them, and for such a loss without pairs."""
-    wanted = Recipe.loss_of(config).together
-    if data.train.together == wanted:
+    """Raise BadInput for rows that belong together (preference pairs) without a loss that takes them as one, for such a
+    loss without them, and for an order of batches of another size.
+    """
+    wanted, given = Recipe.loss_of(config).together, data.train.together
+    if given == wanted:
+        _check_order(data.train, config)
         return
     loss = told(config.train.loss)
-    if wanted == 1 and data.train.together == 2 and config.data.factory is None:
+    if wanted == 1 and given == 2:
         raise bad_input(
             wanted="a loss that compares two answers, for preference pairs",
             got=f"train.loss {loss}",
@@ -74,15 +78,15 @@ def check_loss(data: TrainingData, config: RunConfig) -> None:
         )
     if wanted == 1:
         raise bad_input(
-            wanted=f"a loss that takes {data.train.together} neighboring items as one, as the dataset's `together` is",
+            wanted=f"a loss that takes {given} neighboring items as one, as the `together` of the dataset says",
             got=f"train.loss {loss}",
-            do="name such a loss (margin_mse takes 3, dpo 2), or leave `together` out of the dataset",
+            do="name such a loss (margin_mse takes 3), or leave `together` out of the dataset",
             key="train.loss",
         )
     if wanted != 2:
         raise bad_input(
             wanted=f"a dataset whose `together` is {wanted}: {loss} takes that many neighboring items as one",
-            got=f"data of another kind, {data.description.text}",
+            got=f"{given}, of {data.description.text}",
             do="give the dataset of data.factory that attribute, or name another loss",
             key="data.factory",
         )
@@ -92,6 +96,22 @@ def check_loss(data: TrainingData, config: RunConfig) -> None:
         do="name files of pairs, or another loss",
         key="data.source",
     )
+
+
+def _check_order(batches: Batches, config: RunConfig) -> None:
+    """Raise BadInput for a balanced order whose batches are not those of the steps: a step would mix two topics."""
+    order = batches.order(config.train.seed) if len(batches) else None
+    if not isinstance(order, BalancedOrder):
+        return
+    rows, held = order.size * order.together, len(order.query) * order.together
+    if (rows, held, order.together) != (config.train.batch, len(batches), batches.together):
+        raise bad_input(
+            wanted=f"a BalancedOrder of train.batch, {config.train.batch} rows, over {len(batches)} rows, "
+            f"{batches.together} together",
+            got=f"one of {order.size} pairs, {rows} rows, over {held}, {order.together} together",
+            do="give size the rows of train.batch / together, and a query and margin for each pair of the dataset",
+            key="train.batch",
+        )
 
 
 def of_corpus(corpus: Corpus, data: DataSection, *, text: str) -> TrainingData:
@@ -152,6 +172,14 @@ def of_dataset(dataset: Any, *, text: str, fingerprint: str, key: str = "data") 
             wanted="a map-style dataset of dictionaries",
             got=_kind(dataset),
             do="wrap what you have in a torch Dataset with __len__ and __getitem__",
+            key=key,
+        )
+    together = getattr(dataset, "together", 1)
+    if not isinstance(together, int) or together < 1:
+        raise bad_input(
+            wanted="a dataset whose `together` is 1 or more neighboring items",
+            got=repr(together),
+            do="give the number of items that the loss takes as one, or leave it out",
             key=key,
         )
     return TrainingData(DatasetBatches(dataset), {}, DataDescription(fingerprint=fingerprint, text=text))

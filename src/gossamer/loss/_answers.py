@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.loss._output import logits_of
+from gossamer.loss._output import check_no_terms, logits_of
 from gossamer.spec.errors import bad_input
 
 
@@ -16,8 +16,10 @@ def answer_log_probabilities(output: Any, answers: Tensor) -> Tensor:
     """Return the sum of log p(token | those before it) over each answer, (B,) float32, with a graph.
 
     `output`: of the forward, with logits (B, T, V); `answers` (B, T): the tokens of the answers at their places, -100
-    elsewhere, not shifted. Raises BadInput where the logits have another shape.
+    elsewhere, not shifted. Raises BadInput where the logits have another shape, and for a
+    model with loss terms of its own.
     """
+    check_no_terms(output)
     logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")
     if logits.shape[:2] != answers.shape:
         raise bad_input(

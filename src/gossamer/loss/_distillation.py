@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -66,11 +66,6 @@ class Distillation(Loss):
     @abstractmethod
     def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:
         """Return D of each row, (n,), of logits (n, C) in float32, divided by the temperature. `t`: of the course."""
-
-    def of_teacher_alone(self) -> Distillation:
-        """Return this loss without the part of the labels."""
-        found: Distillation = replace(cast(Any, self), label_weight=0.0)
-        return found
 
     def first(self) -> Course:
         """Return the course of the first step."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 
 SUBNETS, WEIGHTS = "subnet_logits", "subnet_weights"  # keys of a supernet's output beside "logits", in training
 
@@ -45,6 +45,23 @@ def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
         got=describe(output),
         do="return one of these from forward, or set model.factory to a function that returns a wrapper of the model",
         key="model",
+    )
+
+
+def check_no_terms(output: Any) -> None:
+    """Raise BadInput for the output of a model with loss terms of its own, which a loss of logits alone would drop."""
+    if _named(output, "aux_loss") is not None:
+        raise own_terms("an output with aux_loss")
+
+
+def own_terms(got: str) -> BadInput:
+    """Return the error for a model that adds terms to the labels' loss. `got`: how that was seen."""
+    return bad_input(
+        wanted="a model whose own loss is the cross-entropy alone, as this loss reads its logits and would drop the "
+        "rest (the balance of experts)",
+        got=got,
+        do="set output_router_logits: false in model.config, or train.loss next_token",
+        key="train.loss",
     )
 
 

@@ -1,6 +1,7 @@
 """DepS: cross entropy of the whole network, and distillation from it into the subnets of a step.
 
-Paper: Delayed epsilon-shrinking for faster once-for-all training (DepS), arXiv:2407.06167.
+Paper: Annavajjala et al., DepS: Delayed epsilon-Shrinking for Faster Once-For-All Training, ECCV 2024,
+    arXiv:2407.06167.
 Equations, for logits z_0 of the largest subnet and z_k of the K others of a step:
     L = CE(softmax z_0, y) + sum_k w_k KL(softmax sg(z_0) || softmax z_k) / K,   means over the rows
 with w_k the weight that the supernet gives to subnet k: its learning rate in units of the largest one's (in-place

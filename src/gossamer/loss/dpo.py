@@ -36,6 +36,7 @@ class Dpo(Loss):
 
     together: ClassVar[int] = 2
     needs_reference: ClassVar[bool] = True
+    by_token: ClassVar[bool] = True
 
     beta: float = 0.1
 

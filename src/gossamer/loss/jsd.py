@@ -3,8 +3,9 @@
 Equation: D = beta KL(p || m) + (1 - beta) KL(q || m),    m = beta p + (1 - beta) q
 Symbols: p, q distributions of teacher and student; 0 < beta < 1. D / beta tends to KL(p || q) as beta tends to 0, and
 D / (1 - beta) to KL(q || p) as beta tends to 1.
-R. Agarwal et al., On-Policy Distillation of Language Models, ICLR 2024, https://arxiv.org/abs/2306.13649, equation 1.
-Unlike the paper: on the tokens of the data, not on samples of the student.
+R. Agarwal et al., On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes (GKD), ICLR 2024,
+https://arxiv.org/abs/2306.13649, equation 1. Unlike the paper: on the tokens of the data, not on samples of the
+student.
 """
 
 from __future__ import annotations

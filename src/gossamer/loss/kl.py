@@ -23,7 +23,8 @@ class Kl(Distillation):
     label_weight  weight of the labels' own loss, from 0 to 1; 1 - label_weight is that of the teacher
     tile_tokens   tokens whose logits over all words are held at a time, those of student and teacher
     top_k         0: the teacher runs beside the student. Above: before step 1 it runs once over the training data, its
-                  most probable words are kept in a file, and it is freed; all other words count as one
+                  most probable words are kept in a file and in memory, 8 top_k + 4 bytes a token, and it is freed; all
+                  other words count as one
     """
 
     teacher: str = ""

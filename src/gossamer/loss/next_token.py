@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +27,8 @@ class NextToken(Loss):
     labels   key of the labels in a batch, (B, T) int64, aligned with the inputs (they are shifted here); -100 marks one
              to ignore
     """
+
+    by_token: ClassVar[bool] = True
 
     labels: str = "labels"
 

@@ -2,8 +2,8 @@
 
 Equation: D = KL(q || p) = sum_v q_v (log q_v - log p_v),    p = softmax(z / T),    q = softmax(s / T)
 Symbols: z, s logits of teacher and student, T temperature.
-Y. Gu et al., MiniLLM, ICLR 2024, https://arxiv.org/abs/2306.08543. Unlike the paper: on the tokens of the data, not on
-samples of the student.
+Y. Gu et al., MiniLLM: Knowledge Distillation of Large Language Models, ICLR 2024, https://arxiv.org/abs/2306.08543.
+Unlike the paper: on the tokens of the data, not on samples of the student.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Equations: D = KL(p_t || q),    p_t = softmax(((1 - t) sg(s) + t z) / T),    q = softmax(s / T)
 After a step with loss L, the n-th of `total`:
-    d = (L_before - L) / (L_before + 1e-15),    m <- beta m + (1 - beta) d
+    d = max(-1, (L_before - L) / (L_before + 1e-15)),    m <- beta m + (1 - beta) d
     t <- min(t_end, max(t_start + (t_end - t_start) n / total, t + alpha sigmoid(m) (1 - t)))
-and without the line of d and m after a step at t = 0, where L is 0.
 Symbols: z, s logits of teacher and student, sg: no gradient, T temperature. Gradient: dD / d(s / T) = q - p_t; it is 0
 at t = 0, and that of the forward KL to the teacher at t = 1. t never falls, and is the same on all ranks: L is the mean
 over the valid labels of all of them. State: t, L_before, m, in every checkpoint.
 M. Shing et al., TAID: Temporally Adaptive Interpolated Distillation, ICLR 2025, https://arxiv.org/abs/2501.16937.
-Unlike the paper: with a `label_weight`, L is the whole loss of the step.
+Unlike the paper: with a `label_weight`, L is the whole loss of the step; a loss that more than doubles counts as one
+that doubles, as L is 0 at t = 0, from where any relative increase is infinite.
 """
 
 from __future__ import annotations
@@ -64,14 +64,15 @@ class Taid(Distillation):
         before, m, t = course.loss_before, course.momentum, course.t
         line = self.t_start + (self.t_end - self.t_start) * min(1.0, done / total)
         if before is not None:
-            m = self.beta * m + (1 - self.beta) * (before - loss) / (before + 1e-15)
-            t += self.alpha * _sigmoid(m) * (1 - t)
-        before = loss if course.t else None  # at t = 0 the target is the student, and L is 0
-        return Course(t=min(self.t_end, max(line, t)), loss_before=before, momentum=m)
+            m = self.beta * m + (1 - self.beta) * _decrease(before, loss)
+            t += self.alpha / (1 + math.exp(-m)) * (1 - t)
+        return Course(t=min(self.t_end, max(line, t)), loss_before=loss, momentum=m)
 
     def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:
         return forward_kl((1 - t) * student.detach() + t * teacher, student)
 
 
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else 1 - 1 / (1 + math.exp(x))
+def _decrease(before: float, loss: float) -> float:
+    """Return the relative decrease of the loss, from -1 to 1. Rounding leaves losses near 0 on either side of it."""
+    before, loss = max(before, 0.0), max(loss, 0.0)
+    return max(-1.0, (before - loss) / (before + 1e-15))

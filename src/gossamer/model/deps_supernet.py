@@ -1,6 +1,7 @@
 """DepS: once-for-all training whose shrinking begins late and opens step by step.
 
-Paper: Delayed epsilon-shrinking for faster once-for-all training (DepS), arXiv:2407.06167.
+Paper: Annavajjala et al., DepS: Delayed epsilon-Shrinking for Faster Once-For-All Training, ECCV 2024,
+    arXiv:2407.06167.
 The whole network trains alone for the first `start` of the steps. Then the smallest share of widths and depths that a
 subnet may have falls from 1 to its final value over `opening` of the steps. From there on a step trains the whole
 network, the smallest subnet allowed, and `sampled` ones between them, by in-place distillation (`loss: deps`). The

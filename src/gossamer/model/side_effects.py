@@ -38,6 +38,18 @@ def untouched(module: nn.Module, *, is_timed: bool = False, parameters: bool = T
         yield
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Set the model to evaluation mode inside this context; every module has its own mode again afterwards."""
+    modes = {inner: inner.training for inner in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner, training in modes.items():
+            inner.training = training
+
+
 def gradless(run: Callable[[], Tensor]) -> Tensor:
     """Return the output of `run` without a graph.
 

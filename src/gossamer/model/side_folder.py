@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from gossamer.model.side import CHILD, KEY, attach, build, route_of, side_tensors
 from gossamer.spec.errors import BadInput, bad_input
@@ -26,7 +28,8 @@ def export_side(module: nn.Module, written: Written, base: str, target: Path) ->
     """Write the side network of `module` to the new directory `target`; return the Python code that loads it.
 
     `written`: as it was configured. `base`: folder, file or name of the model that it goes beside. What was trained
-    besides (a head) is written too. Raises BadInput for a model without a side network, and if `target` exists.
+    besides (a head) is written too, with the statistics of a norm. Raises BadInput for a model without a side network,
+    and if `target` exists.
     """
     route = route_of(module)
     if route is None:
@@ -37,7 +40,7 @@ def export_side(module: nn.Module, written: Written, base: str, target: Path) ->
             key="export",
         )
     tensors = {name: tensor.detach() for name, tensor in module.named_parameters() if tensor.requires_grad}
-    tensors |= {name: tensor.detach() for name, tensor in side_tensors(module)}
+    tensors |= _statistics(module, tensors) | {name: tensor.detach() for name, tensor in side_tensors(module)}
     config = {"format": _FORMAT, "side": written, "taps": list(route.taps), "base": base, "digest": _digest(module)}
     load = f"gossamer.model.side_folder.load_side(module, {str(target)!r})"
     readme = _README.format(base=base or "the model that it was trained beside", folder=target.name)
@@ -51,34 +54,49 @@ def export_side(module: nn.Module, written: Written, base: str, target: Path) ->
 def load_side(module: nn.Module, folder: str | Path) -> None:
     """Put the side network in `folder` beside `module`, in place: the model that it was trained beside.
 
-    Raises BadInput for a folder that is none, and for a model that it does not fit.
+    Raises BadInput for a folder that is none, and for a model that it does not fit, which stays as it was.
     """
     folder = Path(folder)
     config = _config(folder / SETTINGS)
     if config.get("digest") != (digest := _digest(module)):
         raise _other(folder, f"first weights of digest {digest}", f"{config.get('digest')}")
-    side = build(config["side"], key=KEY)
-    tried = copy.deepcopy(module).to("meta")  # so that a folder that does not fit leaves the model as it is
-    attach(tried, side, seed=0)
-    route, wanted = route_of(tried), {name: one.shape for name, one in tried.named_parameters()}
-    if route is None or list(route.taps) != config["taps"]:
-        raise _other(folder, f"taps {', '.join(route.taps) if route else 'none'}", ", ".join(config["taps"]))
     try:
-        with safe_open(str(folder / WEIGHTS), framework="pt") as stored:
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  (not a dict)
+        stored = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{folder / WEIGHTS} cannot be read: {error}", key=KEY) from None
-    for name, tensor in tensors.items():
-        if wanted.get(name) != tensor.shape:
-            found = tuple(wanted[name]) if name in wanted else "no such parameter"
-            raise _other(folder, f"{name}: {found}", f"{name}: {tuple(tensor.shape)}")
-    missing = {name for name in wanted if name.startswith(f"{CHILD}.")} - tensors.keys()
-    if missing:
-        raise _other(folder, f"{min(missing)}", "no such tensor")
-    attach(module, side, seed=0)
-    held = dict(module.named_parameters())
-    for name, tensor in tensors.items():
+    undo = attach(module, build(config["side"], key=KEY), seed=0)
+    try:
+        held = _fitting(module, folder, config["taps"], stored)
+    except BadInput:
+        undo()
+        raise
+    for name, tensor in stored.items():
         held[name].copy_(tensor)
+
+
+def _fitting(module: nn.Module, folder: Path, taps: list[str], stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model by name. Raises BadInput unless the side network `stored` in `folder` fits them."""
+    route, held = route_of(module), {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if route is None or list(route.taps) != taps:
+        raise _other(folder, f"taps {', '.join(route.taps) if route else 'none'}", ", ".join(taps))
+    for name, tensor in stored.items():
+        if name not in held or held[name].shape != tensor.shape:
+            found = tuple(held[name].shape) if name in held else "no such tensor"
+            raise _other(folder, f"{name}: {found}", f"{name}: {tuple(tensor.shape)}")
+    wanted = {name for name, _ in side_tensors(module)} | _statistics(module, stored.keys()).keys()
+    if missing := wanted - stored.keys():
+        raise _other(folder, f"{min(missing)}", "no such tensor")
+    return held
+
+
+def _statistics(module: nn.Module, trained: Collection[str]) -> dict[str, Tensor]:
+    """Return the running statistics of norms whose parameters are among `trained`: training has moved them, too."""
+    return {
+        f"{path}.{name}": tensor
+        for path, norm in module.named_modules()
+        if isinstance(norm, _NormBase) and any(f"{path}.{name}" in trained for name, _ in norm.named_parameters())
+        for name, tensor in norm.named_buffers()
+    }
 
 
 def _digest(module: nn.Module) -> str:

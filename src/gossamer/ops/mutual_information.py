@@ -3,7 +3,7 @@
     I_a = 1 + E_joint[f(x_1, y) - log r] - E_apart[exp f(x_1, y) / r],    r = a mean_k exp f(x_k, y) + (1 - a) q
 Symbols: pairs (x_i, y_i), i = 1..K; f a critic; a from 0 to 1; log q a baseline, a number or one by y. a = 1 is
 InfoNCE: at most log K, and unchanged by a constant added to f. a = 0 has no such limit, and more variance.
-B. Poole et al., On Variational Bounds of Mutual Information, ICML 2019, https://arxiv.org/abs/1905.06922, equation 8.
+B. Poole et al., On Variational Bounds of Mutual Information, ICML 2019, https://arxiv.org/abs/1905.06922, I_alpha.
 """
 
 from __future__ import annotations

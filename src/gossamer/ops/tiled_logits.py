@@ -9,7 +9,7 @@ Gradients reach x, W_a and c_a alone; backward computes each tile again, and sum
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,11 +44,7 @@ class HeadRows:
 
     def chosen(self, rows: Tensor) -> HeadRows:
         """Return the rows whose numbers are given."""
-        return self.with_tensors(self.hidden.index_select(0, rows), self.weight, self.bias)
-
-    def with_tensors(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> HeadRows:
-        """Return the same head with other tensors."""
-        return HeadRows(hidden=hidden, weight=weight, bias=bias, map=self.map, compute=self.compute, words=self.words)
+        return replace(self, hidden=self.hidden.index_select(0, rows))
 
     def logits(self, rows: slice = slice(None)) -> Tensor:
         """Return the logits of some rows, (n, V), in float32 (float64 of float64)."""
@@ -91,10 +87,10 @@ class _ByToken(torch.autograd.Function):
         function: ByToken,
         tile: int,
     ) -> Tensor:
-        head = rows.with_tensors(hidden, weight, bias)
+        head = replace(rows, hidden=hidden, weight=weight, bias=bias)
         found = [function(head.logits(some), some) for some in _tiles(hidden.shape[0], tile)]
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.settings = rows.with_tensors(hidden.new_empty(0), None, None), function, tile
+        ctx.settings = replace(rows, hidden=hidden.new_empty(0), weight=None, bias=None), function, tile
         return torch.cat(found) if found else hidden.new_zeros(0, dtype=torch.float32)
 
     @staticmethod
@@ -110,8 +106,8 @@ class _ByToken(torch.autograd.Function):
         for some in _tiles(hidden.shape[0], tile):
             with torch.enable_grad():
                 mine = hidden[some].detach().requires_grad_(needs[0])
-                given = [leaves.get(id(one), one) for one in (weight, bias)]
-                head = settings.with_tensors(mine, *given)
+                own_weight, own_bias = (leaves.get(id(one), one) for one in (weight, bias))
+                head = replace(settings, hidden=mine, weight=own_weight, bias=own_bias)
                 values = function(head.logits(), some)
                 asked = [*([mine] if needs[0] else []), *leaves.values()]
                 made = list(torch.autograd.grad(values, asked, by_row[some], allow_unused=True))

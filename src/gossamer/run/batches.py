@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from gossamer.data import Order, SampleOrder, Sequences
-from gossamer.data.balanced_order import BalancedOrder
 from gossamer.data.pair_sequences import PairOrder
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
@@ -103,13 +102,6 @@ class DatasetBatches(Batches):
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
         self.together = int(getattr(dataset, "together", 1))
-        if self.together < 1:
-            raise bad_input(
-                wanted="a dataset whose `together`, neighboring items that belong together, is 1 or more",
-                got=str(self.together),
-                do="correct it, or leave it out",
-                key="data.factory",
-            )
 
     def order(self, seed: int) -> Order:
         own = getattr(self._dataset, "sample_order", None)
@@ -210,8 +202,6 @@ class Feed:
         there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
         start = self._before(step) + sum(there)
         order = self.batches.order(self.seed)
-        if isinstance(order, BalancedOrder):
-            order.check_batch(sum(self.plan.rows))
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))

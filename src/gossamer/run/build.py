@@ -14,7 +14,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.layer_vectors import LayerHooks
-from gossamer.model.side_effects import gradless, untouched
+from gossamer.model.side_effects import evaluating, gradless, untouched
 from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
 from gossamer.pipeline.tied_weights import TiedWeights
@@ -361,15 +361,11 @@ def _measured_pieces(given: _Inputs, metrics: tuple[Metric, ...]) -> Mapping[int
     if cut is not None:
         cut = replace(cut, ways=cut.ways.running(Forward(measured.objective, engine.precision, engine.device)))
     rows = moved(parts.train.batch(np.zeros(1, np.int64)), engine.device)
-    modes = {inner: inner.training for inner in engine.module.modules()}
-    with untouched(engine.module):
-        engine.module.eval()
+    with untouched(engine.module), evaluating(engine.module):
         if cut is None:
             gradless(lambda: measured.loss_of_copies(rows, step=0, key=0))
         else:
             cut.ways.of(rows, training=False)
-    for inner, training in modes.items():
-        inner.training = training
     return pieces_of(replace(parts, cut=cut), measured)
 
 

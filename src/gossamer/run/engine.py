@@ -69,15 +69,23 @@ def _units_here(cut: StagedModel) -> frozenset[str]:
     return frozenset(call.unit for flow, part in parts for call in flow.calls[part.low : part.high])
 
 
-def check_isolates(module: nn.Module, caller: ForwardAdapter) -> None:
-    """Raise BadInput for a model that is not told where documents begin: in it they would attend to each other."""
-    if not (caller.takes_all or "position_ids" in caller.takes):
+def check_isolates(module: nn.Module, caller: ForwardAdapter, whose: str = "") -> None:
+    """Raise BadInput for a model that is not told where documents begin: in it they would attend to each other.
+
+    `whose`: says which model it is, "" for the one that is trained.
+    """
+    if not takes_positions(caller):
         raise bad_input(
-            wanted="a forward with a parameter position_ids, which restart at every document",
+            wanted=f"a forward {whose}with a parameter position_ids, which restart at every document",
             got=f"{type(module).__name__}.forward without one",
             do="add it to forward, with attention within a document alone, or leave data.isolate out",
             key="data.isolate",
         )
+
+
+def takes_positions(caller: ForwardAdapter) -> bool:
+    """Return whether a forward is told the position of each token."""
+    return caller.takes_all or "position_ids" in caller.takes
 
 
 def pieces_of(parts: Parts, engine: ModelRuntime) -> dict[int, ModelPart]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
@@ -20,15 +19,17 @@ from gossamer.comm.message import Collective, Message
 from gossamer.loss import Loss
 from gossamer.loss._answers import answer_log_probabilities
 from gossamer.loss.dpo import ANSWERS, REFERENCE
-from gossamer.model.side_effects import untouched
+from gossamer.model.side_effects import evaluating, untouched
 from gossamer.model.split.constructor_state import tensors_of
 from gossamer.run.batches import Batches, MicroBatch, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.engine import pieces_of, pipeline_of
 from gossamer.run.forward import Pipeline, run_forward
+from gossamer.run.kept_tensors import KeptTensors
 from gossamer.run.parts import Parts
 from gossamer.run.staged_model import Forward
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 
+VALUES = "log_probabilities"  # in the file
 _TOGETHER = 8  # micro-batches that are prepared at a time
 
 
@@ -84,19 +85,19 @@ class ReferencePass:
         """
         sides = [self.parts.train, *(one.batches for one in self.parts.validation.values())]
         count = sum(map(len, sides))
-        file = self.folder / f"reference-{self._key()}.f32"
-        kept = _kept(file, count)
-        if bool(gathered(self.pump.channel, [float(kept is not None)]).all()):
-            assert kept is not None
-            values = kept
-            self.tell(f"reference: log-probabilities of {count:,} answers, from {file.name}")
-        else:
-            began = time.perf_counter()
-            values = torch.cat([self._computed(side) for side in sides])
-            if self.writes:
-                _write(file, values)
-            spent = time.perf_counter() - began
-            self.tell(f"reference: log-probabilities of {count:,} answers by the initial model, {spent:.1f} s")
+        began = time.perf_counter()
+        kept = KeptTensors(
+            file=self.folder / f"reference-{self._key()}.safetensors",
+            fits=lambda found: VALUES in found and found[VALUES].shape == (count,),
+            writes=self.writes,
+        )
+        found, is_there = kept.read_or_made(
+            self.pump.channel, lambda: {VALUES: torch.cat([self._computed(side) for side in sides])}
+        )
+        values = found[VALUES]
+        spent = time.perf_counter() - began
+        how = f", from {kept.file.name}" if is_there else f" by the initial model, {spent:.1f} s"
+        self.tell(f"reference: log-probabilities of {count:,} answers{how}")
         train, *others = (
             ReferencedBatches(_inner(side), those)
             for side, those in zip(sides, torch.split(values, [len(side) for side in sides]), strict=True)
@@ -133,7 +134,7 @@ class ReferencePass:
         chosen = [mine[rows] for rows in row_slices(len(mine), largest)]
         found = torch.zeros(2, total, dtype=torch.float32, device=self.engine.device)  # sums, and by how many ranks
         pieces, pipeline = self._pieces()
-        with untouched(self.engine.module), _evaluating(self.engine.module):
+        with untouched(self.engine.module), evaluating(self.engine.module), torch.no_grad():  # no dropout
             for first in range(0, len(chosen), _TOGETHER):
                 self.at(0, "reference")
                 for number, values in self._run(side, chosen[first : first + _TOGETHER], pieces, pipeline).items():
@@ -166,32 +167,3 @@ class ReferencePass:
 
 def _inner(side: Batches) -> Batches:
     return side.inner if isinstance(side, ReferencedBatches) else side
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set the model to evaluation mode, without gradients, inside this context: the reference has no dropout."""
-    modes = {inner: inner.training for inner in module.modules()}
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for inner, training in modes.items():
-            inner.training = training
-
-
-def _kept(file: Path, count: int) -> Tensor | None:
-    """Return the (count,) numbers in `file`; None where there is no such file of that size."""
-    try:
-        data = file.read_bytes()
-    except OSError:
-        return None
-    return torch.from_numpy(np.frombuffer(data, "<f4").copy()) if len(data) == 4 * count else None
-
-
-def _write(file: Path, values: Tensor) -> None:
-    """Write numbers as little-endian float32: beside first, so that the file is complete or absent."""
-    beside = file.with_suffix(".part")
-    beside.write_bytes(values.numpy().astype("<f4").tobytes())
-    beside.rename(file)

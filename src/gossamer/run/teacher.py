@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import IGNORE, Loss
 from gossamer.loss._distillation import Course, Distillation, targets
-from gossamer.loss._output import logits_of
+from gossamer.loss._output import check_no_terms, logits_of
 from gossamer.model.forward_adapter import ForwardAdapter
 from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
 from gossamer.run.hidden_states import HiddenTerm
@@ -29,20 +29,18 @@ _KEY = "train.loss"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """A frozen model in evaluation mode. `parameters`: how many it has."""
+    """A frozen model in evaluation mode. `parameters`: how many it has; `width`: logits that it gives for a token."""
 
     module: nn.Module
     caller: ForwardAdapter
     parameters: int
+    width: int = 0
 
     @torch.no_grad()
-    def rows(self, batch: Mapping[str, Tensor], dims: int, words: int | None) -> HeadRows:
-        """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels.
-
-        words: logits that count, None: all.
-        """
+    def rows(self, batch: Mapping[str, Tensor], dims: int) -> HeadRows:
+        """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels."""
         given = {name: one for name, one in batch.items() if name != "labels"}
-        return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"), words)
+        return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"))
 
 
 @dataclass(slots=True)
@@ -52,36 +50,31 @@ class CourseState:
     now: Course
     total: int  # steps
     teacher: str = ""  # digest
-    by: str = ""  # the loss whose course it is
 
     def meta(self) -> Mapping[str, Any]:
         """Return what a checkpoint keeps."""
         now = self.now
         course = {"t": now.t, "loss_before": now.loss_before, "momentum": now.momentum}
-        return {**course, "teacher": self.teacher, "by": self.by}
+        return {**course, "teacher": self.teacher}
 
     def restore(self, kept: Mapping[str, Any]) -> str:
-        """Restore what `meta` returned; return a note for the user, "" for none. The course of another loss is none."""
-        before = kept.get("loss_before")
-        is_ours = kept.get("by") == self.by or (kept.get("by") is None and before is not None)  # files before `by`
-        if is_ours:
-            self.now = Course(
-                t=float(kept.get("t", self.now.t)),
-                loss_before=None if before is None else float(before),
-                momentum=float(kept.get("momentum", 0.0)),
-            )
-        changed = kept.get("teacher", self.teacher) != self.teacher
-        notes = ["the teacher is another one than before"] if changed else []
-        if kept and not is_ours and kept.get("by"):
-            notes.append(f"the course of {self.by} begins now: {kept['by']} came before")
+        """Restore what `meta` returned; return a note for the user, "" for none."""
+        before, notes = kept.get("loss_before"), list[str]()
+        if before is not None:
+            momentum = max(-1.0, min(1.0, float(kept["momentum"])))  # it was without bounds in earlier versions
+            self.now = Course(t=float(kept["t"]), loss_before=float(before), momentum=momentum)
+        elif kept.get("t", self.now.t) != self.now.t:  # that of a loss without a course, whose t is 1 at all steps
+            notes.append(f"the loss was another one before: its course begins here, at t = {self.now.t:g}")
+        if kept.get("teacher", self.teacher) != self.teacher:
+            notes.append("the teacher is another one than before")
         return "; ".join(notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaughtLoss(Loss):
-    """A distillation with its teacher; None: batches hold what was kept of it. `words`: logits that count, None: all;
-    `width`: logits of the teacher that count; `computes`: whether this rank has the last stage; others have no logits,
-    and no use for a teacher. `hidden`: the match of hidden states, None without one.
+    """A distillation with its teacher; None: batches hold what was kept of it. `width`: logits of the teacher;
+    `words`: those that count, None: all; `computes`: whether this rank has the last stage; others have no logits, and
+    no use for a teacher. `hidden`: the match of hidden states, None without one.
 
     Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
     """
@@ -89,8 +82,8 @@ class TaughtLoss(Loss):
     inner: Distillation
     teacher: Teacher | None
     course: CourseState
-    words: int | None = None
     width: int = 0
+    words: int | None = None
     computes: bool = True
     hidden: HiddenTerm | None = None
 
@@ -101,12 +94,24 @@ class TaughtLoss(Loss):
     def _of_outputs(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not self.computes:
             return self.inner(output, batch)
-        inner, temperature, t = self.inner, self.inner.temperature, self.course.now.t
-        _check_no_more(output)
+        weight = self.inner.label_weight
+        loss = self.apart(output, batch, self.course.now.t)
+        if not weight:
+            return loss
+        return (1 - weight) * loss + (weight * self.inner(output, batch) if int(self.weight(batch)) else 0.0)
+
+    def apart(self, output: Any, batch: Mapping[str, Tensor], t: float) -> Tensor:
+        """Return how far the student is from the teacher: the mean over the valid labels, 0 without any.
+
+        Raises BadInput for a student with another vocabulary, or with loss terms of its own.
+        """
+        inner, temperature = self.inner, self.inner.temperature
+        check_no_terms(output)
         labels = targets(batch)
         dims = batch["labels"].ndim + 1
         student = head_rows(logits_of(output, dims=dims, shape="(batch, sequence, vocabulary)"), self.words)
-        check_widths(student.width, self.width)
+        if self.words is None:
+            check_widths(student.width, self.width)
         valid = (labels != IGNORE).nonzero().squeeze(1)
         is_whole, count = valid.numel() == labels.numel(), valid.numel()
         student = student if is_whole else student.chosen(valid)
@@ -118,7 +123,7 @@ class TaughtLoss(Loss):
                 return inner.divergence(coarse(logits / temperature, chosen[some]), known[some], t)
 
         else:
-            every = self.teacher.rows(batch, dims, self.words)
+            every = replace(self.teacher.rows(batch, dims), words=self.words)
             teacher = every if is_whole else every.chosen(valid)
 
             def value(logits: Tensor, some: slice) -> Tensor:
@@ -127,10 +132,7 @@ class TaughtLoss(Loss):
                 return inner.divergence(logits / temperature, wanted / temperature, t)
 
         losses = by_token(student, value, tile=inner.tile_tokens)
-        loss = temperature**2 * losses.sum() / max(count, 1)
-        if not inner.label_weight:
-            return loss
-        return (1 - inner.label_weight) * loss + (inner.label_weight * inner(output, batch) if count else 0.0)
+        return temperature**2 * losses.sum() / max(count, 1)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return self.inner.weight(batch)
@@ -186,18 +188,6 @@ def head_rows(logits: Tensor, words: int | None = None) -> HeadRows:
         )
     plain = logits.made("a distillation") if isinstance(logits, UnmadeLogits) else logits
     return HeadRows(hidden=plain.reshape(-1, plain.shape[-1]), words=words)
-
-
-def _check_no_more(output: Any) -> None:
-    """Raise BadInput for a student that has a loss of its own beside that of the labels (of a router)."""
-    more = output.get("aux_loss") if isinstance(output, Mapping) else getattr(output, "aux_loss", None)
-    if isinstance(more, Tensor):
-        raise bad_input(
-            wanted="a student whose only loss is that of its outputs",
-            got=f"{type(output).__name__} with an aux_loss (of its router), which a distillation would leave out",
-            do="set output_router_logits: false in model.config, or train with next_token",
-            key=_KEY,
-        )
 
 
 def check_widths(student: int, teacher: int) -> None:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
 from gossamer.loss._distillation import Distillation
 from gossamer.model.precision import Precision
 from gossamer.ops.tiled_logits import coarse
 from gossamer.run.batches import Batches, RankBatch, WidenedBatches, moved, part, row_slices
+from gossamer.run.kept_tensors import KeptTensors, Tensors
 from gossamer.run.parts import Parts
 from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher
 from gossamer.spec.errors import bad_input
@@ -32,24 +30,17 @@ from gossamer.spec.errors import bad_input
 _TOGETHER = 32  # sequences between two messages
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTeacher:
-    """The most probable words, (n, T, k) int32, and their log-probabilities with that of all others, (n, T, k + 1)."""
-
-    words: Tensor
-    log_probabilities: Tensor
-
-
 class KeptTeacherBatches(WidenedBatches):
-    """Batches with what was kept of the teacher."""
+    """Batches with what was kept of the teacher, the tensors of its file."""
 
-    def __init__(self, inner: Batches, kept: KeptTeacher) -> None:
+    def __init__(self, inner: Batches, kept: Tensors) -> None:
         super().__init__(inner)
         self._kept = kept
 
     def batch(self, indices: np.ndarray[Any, Any]) -> RankBatch:
         index, kept = torch.from_numpy(np.asarray(indices, np.int64)), self._kept
-        return {**self.inner.batch(indices), WORDS: kept.words[index], LOG_PROBABILITIES: kept.log_probabilities[index]}
+        own = {WORDS: kept["words"][index], LOG_PROBABILITIES: kept["log_probabilities"][index]}
+        return {**self.inner.batch(indices), **own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +69,14 @@ class TeacherPass:
         k, count = self.inner.top_k, len(self.parts.train)
         said = f"{self.digest} {self.data} {self.inner.temperature} {k} {self.words}"
         file = self.folder / f"teacher-{hashlib.sha256(said.encode()).hexdigest()[:16]}.safetensors"
-        kept = read(file, count, k)
-        is_there = bool(gathered(self.pump.channel, [float(kept is not None)]).all())
-        if not is_there or kept is None:
-            kept = self._computed(count, k)
-            if self.writes:
-                write(file, kept)
-        tokens = kept.words.shape[:-1].numel()
+        stored = KeptTensors(file=file, fits=lambda found: _fits(found, count, k), writes=self.writes)
+        kept, is_there = stored.read_or_made(self.pump.channel, lambda: self._computed(count, k))
+        tokens = kept["words"].shape[:-1].numel()
         how = "from" if is_there else "computed once, in"
         self.tell(f"its {k} most probable words of {tokens:,} tokens, {how} {file.name}; it is not in memory now")
         return KeptTeacherBatches(self.parts.train, kept)
 
-    def _computed(self, count: int, k: int) -> KeptTeacher:
+    def _computed(self, count: int, k: int) -> Tensors:
         replica, _ = self.parts.plan.axes.place(self.pump.channel.rank)
         found = list[Tensor]()
         for rows in row_slices(count, _TOGETHER):
@@ -104,7 +91,7 @@ class TeacherPass:
             (sums,) = self.pump.channel.start(Message((both.view(-1),), Collective.SUM)).wait()
             found.append(sums.view(both.shape).cpu())
         whole = torch.cat(found)
-        return KeptTeacher(whole[..., :k].to(torch.int32).contiguous(), whole[..., k:].contiguous())
+        return {"words": whole[..., :k].to(torch.int32).contiguous(), "log_probabilities": whole[..., k:].contiguous()}
 
     @torch.no_grad()
     def _of(self, batch: RankBatch, k: int) -> Tensor:
@@ -112,7 +99,7 @@ class TeacherPass:
         assert self.teacher is not None
         shape = batch["labels"].shape
         with self.precision.autocast(self.parts.device):
-            rows = self.teacher.rows(batch, len(shape) + 1, self.words)
+            rows = replace(self.teacher.rows(batch, len(shape) + 1), words=self.words)
         if k >= rows.width:
             do = "keep fewer words, or set top_k to 0 to run the teacher beside the student"
             raise bad_input(wanted=f"fewer than {rows.width:,} words", got=str(k), do=do, key="train.loss")
@@ -124,22 +111,9 @@ class TeacherPass:
         return torch.cat(made).view(*shape, 2 * k + 1)
 
 
-def read(file: Path, count: int, k: int) -> KeptTeacher | None:
-    """Return what is kept in `file` for `count` sequences; None where there is no such file."""
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError):
-        return None
+def _fits(found: Tensors, count: int, k: int) -> bool:
+    """Return whether these are the words of `count` sequences."""
     words, logs = found.get("words"), found.get("log_probabilities")
     if words is None or logs is None or len(words) != count or words.shape[-1] != k:
-        return None
-    if words.dtype is not torch.int32 or logs.shape != (*words.shape[:-1], k + 1) or int(words.min()) < 0:
-        return None
-    return KeptTeacher(words, logs)
-
-
-def write(file: Path, kept: KeptTeacher) -> None:
-    """Write the file: beside first, so that it is complete or absent."""
-    beside = file.with_suffix(".part")
-    save_file({"words": kept.words, "log_probabilities": kept.log_probabilities}, beside)
-    beside.rename(file)
+        return False
+    return words.dtype is torch.int32 and logs.shape == (*words.shape[:-1], k + 1) and int(words.min()) >= 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from gossamer.comm.comm_thread import CommThread
 from gossamer.loss import Loss
 from gossamer.model.generate import continue_text, sample_token
+from gossamer.model.side_effects import evaluating
 from gossamer.model.text_stream import TextCoder
 from gossamer.model.token_logits import logits_of
 from gossamer.run.batches import MicroBatch, RankBatch
@@ -112,15 +113,8 @@ class Sampler:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Set the model to evaluation mode, without gradients, inside this context."""
-        module = self._engine.module
-        modes = {inner: inner.training for inner in module.modules()}
-        module.eval()
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for inner, training in modes.items():
-                inner.training = training
+        with evaluating(self._engine.module), torch.no_grad():
+            yield
 
     def rows(self, ids: Sequence[int]) -> RankBatch:
         """Return a batch of one sequence, padded on the right."""

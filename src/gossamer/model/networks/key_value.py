@@ -51,14 +51,14 @@ class KeyValueBottleneck(nn.Module):
     ) -> None:
         super().__init__()
         drawn = torch.Generator().manual_seed(seed)
-        self.encoder = encoder.eval().requires_grad_(False)
+        self.encoder = encoder.requires_grad_(False).eval()
         projections = torch.randn(codebooks, key_width, features, generator=drawn) / features**0.5
         self.register_buffer("projections", projections)
         self.register_buffer("keys", torch.randn(codebooks, pairs, key_width, generator=drawn))
         self.values = nn.Parameter(torch.zeros(codebooks, pairs, classes))
 
     def train(self, mode: bool = True) -> KeyValueBottleneck:
-        """Set the mode of all but the encoder, which is frozen: no dropout, and no statistics that move."""
+        """Set the mode. The encoder stays in that of evaluation: keys are of what it gave when they were placed."""
         super().train(mode)
         self.encoder.eval()
         return self

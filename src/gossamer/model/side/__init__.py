@@ -1,7 +1,6 @@
 """Side networks: a small trained network beside a frozen model, one kind per file.
 
-Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph; statistics of its
-batch norms stay. The outputs of its
+Nothing is back-propagated through the model (the backbone), which runs as it is, without a graph. The outputs of its
 blocks, h_1 ... h_N, are tapped; the side network makes one correction of them, which is added to h_N. What follows
 (norm and head, or the late blocks that a kind keeps) is frozen too, but gradients pass it on their way to the side
 network. A side network starts as a correction of 0.
@@ -15,12 +14,11 @@ from __future__ import annotations
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.seeded import seeded
@@ -87,11 +85,11 @@ REGISTRY: Registry[SideNetwork] = Registry(__name__, SideNetwork)  # type: ignor
 names, build = REGISTRY.names, REGISTRY.build
 
 
-def attach(module: nn.Module, side: SideNetwork, seed: int) -> None:
-    """Put `side` beside the blocks of `module`, in place, and freeze everything else.
+def attach(module: nn.Module, side: SideNetwork, seed: int) -> Callable[[], None]:
+    """Put `side` beside the blocks of `module`, in place, and freeze everything else. Return what undoes both.
 
     The model computes what it computed before. Initial values are a function of `seed` and of each tensor's name.
-    Raises BadInput for a model that it does not fit.
+    Raises BadInput for a model that it does not fit, which stays as it was.
     """
     if hasattr(module, CHILD):
         raise bad_input(
@@ -105,18 +103,21 @@ def attach(module: nn.Module, side: SideNetwork, seed: int) -> None:
     width = max(1, widths[-1] // side.reduction)
     aggregation = side.aggregation(widths, width)
     like = next(module.parameters())
-    module.requires_grad_(False)
     route = SideRoute(aggregation.to(device=like.device, dtype=like.dtype), tokens_of(module, side.tokens, key=KEY))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    module.requires_grad_(False)
+    hooks = route.hook(module, taps)
     module.add_module(CHILD, route)
-    route.hook(module, taps)
-    for one in module.modules():
-        if isinstance(one, _NormBase):  # frozen, too: statistics that move would change the model
-            one.register_forward_pre_hook(_evaluate)
     redraw(module, frozenset(name for name, _ in side_tensors(module)), seed)
 
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+        del module._modules[CHILD]
+        for p in trained:
+            p.requires_grad_(True)
 
-def _evaluate(norm: nn.Module, _: Any) -> None:
-    norm.training = False
+    return undo
 
 
 def _taps(module: nn.Module, side: SideNetwork) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from gossamer.model.side._aggregation import Aggregation
 from gossamer.model.side._tokens import AUTO, CAUSAL, TokenView
@@ -34,14 +36,19 @@ class SideRoute(nn.Module):
         self._tokens: tuple[int, ...] | None = None  # (rows, tokens) of the first tap; None: it has none
         self._given: tuple[Tensor | None, Tensor | None] | None = None  # mask, positions; None: no forward is going on
 
-    def hook(self, model: nn.Module, taps: Sequence[str]) -> None:
-        """Put the hooks on `model` and on its modules at `taps`, in the order in which they run."""
+    def hook(self, model: nn.Module, taps: Sequence[str]) -> list[RemovableHandle]:
+        """Put the hooks on `model` and on its modules at `taps`, in the order in which they run; return them.
+
+        Norms with running statistics stay in evaluation mode: the model is frozen, and these are a part of it.
+        """
         self.taps = tuple(taps)
         parameters = tuple(inspect.signature(model.forward).parameters)
-        model.register_forward_pre_hook(partial(self._begin, parameters), with_kwargs=True)
-        for number, path in enumerate(taps):
-            model.get_submodule(path).register_forward_hook(partial(self._tap, number))
-        model.register_forward_hook(self._end)
+        return [
+            model.register_forward_pre_hook(partial(self._begin, parameters), with_kwargs=True),
+            *(model.get_submodule(path).register_forward_hook(partial(self._tap, n)) for n, path in enumerate(taps)),
+            model.register_forward_hook(self._end),
+            *(norm.register_forward_pre_hook(_still) for norm in model.modules() if isinstance(norm, _NormBase)),
+        ]
 
     def _begin(self, parameters: tuple[str, ...], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -129,6 +136,11 @@ class SideRoute(nn.Module):
         is_read = positions is not None and positions.shape[-1] == flat.shape[1]
         segments = _segments(positions.expand(flat.shape[0], -1)) if positions is not None and is_read else None
         return TokenView.of(form, flat.shape, flat.device, mask, segments)
+
+
+def _still(norm: nn.Module, _: Any) -> None:
+    """Keep the statistics of a norm, unless it is trained (model.unfreeze)."""
+    norm.training = norm.training and any(p.requires_grad for p in norm.parameters())
 
 
 def _mask(given: Any) -> Tensor | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gossamer.loss._distillation import Distillation
-from gossamer.loss.dpo import Dpo
-from gossamer.loss.next_token import NextToken
 from gossamer.model import side as sides
 from gossamer.recipe.recipe import Recipe
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
@@ -48,24 +47,22 @@ def side_alone(recipe: Recipe) -> BadInput | None:
 
 
 def tokens_with_loss(recipe: Recipe) -> BadInput | None:
-    """Return an error for tokens predicted from a correction that was made of the whole sequence."""
-    written, config = recipe.config.model.side, recipe.config
-    if written == "none":
-        return None
-    loss = recipe.loss_of(config)
-    # of data of a factory, a distillation may be that of a classifier: the job asks its batches
-    is_by_token = isinstance(loss, (NextToken, Dpo)) or (isinstance(loss, Distillation) and not config.data.factory)
-    return pooled_tokens(recipe) if is_by_token else None
+    """Return an error for tokens predicted from a correction that was made of the whole sequence.
+
+    A distillation of text is one by token; of other data only the batches tell (`pooled`).
+    """
+    loss, config = recipe.loss_of(recipe.config), recipe.config
+    is_text_taught = isinstance(loss, Distillation) and config.data.factory is None
+    return pooled(config) if loss.by_token or is_text_taught else None
 
 
-def pooled_tokens(recipe: Recipe) -> BadInput | None:
-    """Return an error for a side network that reads the whole sequence, with a loss of single tokens."""
-    written = recipe.config.model.side
-    tokens = "none" if written == "none" else sides.build(written, key=sides.KEY).tokens
-    if tokens not in _POOLED:
+def pooled(config: RunConfig) -> BadInput | None:
+    """Return an error for a side network that reads whole sequences, for a loss by token; None without one."""
+    written = config.model.side
+    if written == "none" or (tokens := sides.build(written, key=sides.KEY).tokens) not in _POOLED:
         return None
     return bad_input(
-        wanted=f"tokens: causal with the loss {told(recipe.config.train.loss)}, as no token may see a later one",
+        wanted=f"tokens: causal with the loss {told(config.train.loss)}, as no token may see a later one",
         got=f"tokens: {tokens}",
         do="write tokens: causal, or set train.loss to that of a classifier",
         key=f"{sides.KEY}.tokens",
