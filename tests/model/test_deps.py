@@ -9,17 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import loss as losses
-from gossamer.loss._output import SUBNETS, WEIGHTS
+from gossamer.loss.deps import SUBNETS, WEIGHTS
 from gossamer.model.deps_supernet import DepsSupernet
 from gossamer.model.elastic import Elastic, recalibrate
-from gossamer.model.forward_adapter import caller_of
 from gossamer.model.unit_seeds import unit_seeds
 from gossamer.model.units import unit_names
-from gossamer.recipe import Recipe
-from gossamer.recipe.conflicts.supernet import supernet_alone
-from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
-from gossamer.spec.plan import Plan
 
 
 class Residual(nn.Module):
@@ -162,7 +157,7 @@ def test_in_evaluation_it_is_the_chosen_subnet_and_its_loss_is_classification() 
     module.select(least)
     assert torch.equal(module(batch["x"]), module.elastic.forward(least, (batch["x"],), {}))
     plain = nn.functional.cross_entropy(whole, batch["labels"])
-    assert torch.allclose(losses.build("deps").evaluated()(whole, batch), plain)
+    assert torch.allclose(losses.build("deps")(whole, batch), plain)
     assert losses.build("deps").weight(batch) == 12
     alone = {"logits": whole, SUBNETS: whole.new_empty(0, 12, 10), WEIGHTS: whole.new_empty(0)}
     assert torch.allclose(losses.build("deps")(alone, batch), plain)
@@ -176,48 +171,3 @@ def test_networks_and_settings_that_are_refused() -> None:
             supernet(**given)
     with pytest.raises(BadInput, match="steps of the run"):
         DepsSupernet(network(), steps=0)
-
-
-def test_a_supernet_and_its_loss_need_each_other() -> None:
-    module, batch = supernet().train(), rows()
-    with pytest.raises(BadInput, match=r"a supernet with train\.loss deps"):
-        losses.build("deps")(module.network(batch["x"]), batch)
-    with pytest.raises(BadInput, match=r"train\.loss deps with a supernet"):
-        losses.build("classification")(module(batch["x"]), batch)
-
-
-def test_a_batch_reaches_the_network_as_it_would_alone() -> None:
-    module, batch = supernet().eval(), rows()
-    assert torch.equal(caller_of(module, batch)(module, batch), module.network(batch["x"]))  # takes no labels
-
-
-def test_blocks_with_lists_of_their_own_are_extracted() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList(Residual(8, 16, is_conv=False) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for one in self.inner:
-                x = one(x)
-            return x
-
-    torch.manual_seed(0)
-    module = network()
-    module.blocks = nn.ModuleList(Outer() for _ in range(2))
-    module.eval()
-    elastic, x = Elastic(module), rows()["x"]
-    subnet = elastic.at([1.0] * 4, [0.5] * 3)
-    assert torch.equal(elastic.extract(subnet)(x), elastic.forward(subnet, (x,), {}))
-
-
-def test_layouts_that_need_the_network_alone_are_refused() -> None:
-    given = {"model": {"factory": "own:make"}, "train": {"loss": "deps"}}
-    plan = Plan(rows=(16,), microbatches=(1,))
-    assert supernet_alone(Recipe.of(RunConfig.model_validate(given), plan)) is None
-    for changed, said in (
-        (plan.model_copy(update={"sharding": "zero3"}), "zero3"),
-        (plan.model_copy(update={"savers": ["recompute"]}), "recompute"),
-    ):
-        error = supernet_alone(Recipe.of(RunConfig.model_validate(given), changed))
-        assert error is not None and said in error.message and "the loss deps" in error.message

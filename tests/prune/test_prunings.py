@@ -104,20 +104,6 @@ def test_subclasses_and_layers_beside_them(name: str) -> None:
     assert sorted(found.masks) == ["0.out.weight", "1.out.weight"]
 
 
-def test_kernels_of_a_convolution_are_no_experts() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kernel, self.out = nn.Conv1d(8, 8, 3, padding=1), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.out(self.kernel(x.mT).mT)
-            return found
-
-    found = prune(nn.ModuleList([Block(), Block()]), build("magnitude"))
-    assert sorted(found.masks) == ["0.out.weight", "1.out.weight"]
-
-
 def test_patterns_choose_layers() -> None:
     module = MixtureModel()
     some = prune(module, build({"magnitude": {"include": ["experts", "head"], "exclude": ["0\\.up"]}}))

@@ -119,7 +119,7 @@ def test_masks_that_nobody_keeps_are_said(pool, tmp_path: Path) -> None:
     written(tmp_path / "start", slots=(), masks={name: mask})
     run(pool, tmp_path / "run", tmp_path / "start", 1)
     told = [one["message"] for one in records(tmp_path / "run", "event")]
-    assert any(f"has masks of {name}, which train.optimizer adamw does not keep" in one for one in told)
+    assert any("has masks of 1 parameters, which train.optimizer adamw" in one for one in told)
     assert torch.equal(dict(StartFolder(tmp_path / "start").masks())[name], mask)
 
 

@@ -155,15 +155,14 @@ def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: 
 
 def _start_state(job: RankJob, folder: StartFolder) -> StartState:
     config = job.parts.config
-    is_adapted = config.model.adapter != "none"
+    adapted = config.model.adapter != "none" and adapters.build(config.model.adapter).keeps_masks
+    is_beside = config.model.side != "none" and not config.model.unfreeze  # then the model stays as it is
     return StartState(
         folder=folder,
         optimizer=config.train.optimizer,
         adapter=config.model.adapter,
-        trained=frozenset(name for name, one in job.parts.module.named_parameters() if one.requires_grad),
-        keeps_masks=job.parts.recipe.optimizer.keeps_masks,
-        merges_over=is_adapted and not adapters.build(config.model.adapter).keeps_masks,
-        trains_beside=is_adapted or config.model.side != "none",
+        keeps_masks=adapted or is_beside or job.parts.recipe.optimizer.keeps_masks,
+        trains_beside=config.model.adapter != "none" or config.model.side != "none",
     )
 
 

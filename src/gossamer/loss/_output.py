@@ -11,8 +11,6 @@ from torch import Tensor
 from gossamer.loss import IGNORE
 from gossamer.spec.errors import BadInput, bad_input
 
-SUBNETS, WEIGHTS = "subnet_logits", "subnet_weights"  # keys of a supernet's output beside "logits", in training
-
 
 def loss_of(output: Any) -> Tensor | None:
     """Return the loss that the model itself computed, () float32; None where it computed none."""
@@ -24,16 +22,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
-    """Return the logits, which must have `dims` dimensions. Raise BadInput that names what came instead of `shape`,
-    and for the output of a supernet, whose subnets no loss of one model trains.
-    """
-    if isinstance(output, Mapping) and SUBNETS in output:
-        raise bad_input(
-            wanted="train.loss deps with a supernet, whose subnets another loss would leave as they are",
-            got=describe(output),
-            do="write train.loss: deps, or train the network alone",
-            key="train.loss",
-        )
+    """Return the logits, which must have `dims` dimensions. Raise BadInput that names what came instead of `shape`."""
     found = _named(output, "logits")
     if found is None:
         found = _first(output)

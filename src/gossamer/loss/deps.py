@@ -5,7 +5,7 @@ Paper: Annavajjala et al., DepS: Delayed epsilon-Shrinking for Faster Once-For-A
 Equations, for logits z_0 of the largest subnet and z_k of the K others of a step:
     L = CE(softmax z_0, y) + sum_k w_k KL(softmax sg(z_0) || softmax z_k) / K,   means over the rows
 with w_k the weight that the supernet gives to subnet k: its learning rate in units of the largest one's (in-place
-distillation: z_0 is the teacher, without a gradient). In evaluation it is classification.
+distillation: z_0 is the teacher, without a gradient). In evaluation, and with any other model, it is classification.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from gossamer.loss import IGNORE, Loss
-from gossamer.loss._output import SUBNETS, WEIGHTS, describe, labels_of, mean_cross_entropy
+from gossamer.loss._output import labels_of, mean_cross_entropy
 from gossamer.loss.classification import Classification
-from gossamer.spec.errors import bad_input
+
+SUBNETS, WEIGHTS = "subnet_logits", "subnet_weights"  # keys of a supernet's output beside "logits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,8 @@ class Deps(Loss):
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not (isinstance(output, Mapping) and SUBNETS in output):
-            raise bad_input(
-                wanted="a supernet with train.loss deps: a factory that returns a DepsSupernet around the network",
-                got=describe(output),
-                do="return one from model.factory, or set train.loss to classification",
-                key="train.loss",
-            )
-        logits, labels = self.predictions(output["logits"], batch)
+            return Classification(labels=self.labels)(output, batch)
+        logits, labels = self.predictions(output, batch)
         total = mean_cross_entropy(logits, labels)
         subnets, weights = output[SUBNETS], output[WEIGHTS]  # (K, B, C), (K,)
         if not len(subnets):
@@ -49,9 +45,6 @@ class Deps(Loss):
         apart = kl_div(students, teacher.expand_as(students), reduction="none", log_target=True).sum(-1)  # (K, rows)
         means = apart.sum(1) / valid.sum().clamp(min=1)
         return total + torch.dot(weights.to(means.dtype), means) / len(subnets)
-
-    def evaluated(self) -> Loss:
-        return Classification(labels=self.labels)
 
     def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return Classification(labels=self.labels).predictions(output, batch)

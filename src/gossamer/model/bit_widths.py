@@ -54,7 +54,7 @@ class BitWidths:
                 if not 0 <= other < len(self.widths):
                     continue
                 after = self.average(self._of([*chosen[:place], other, *chosen[place + 1 :]]))
-                if abs(after - target) < abs(now - target):
+                if abs(after - target) < abs(now - target) or (at_most and after < now and now > target):
                     chosen[place], moved = other, True
             if not moved:
                 break

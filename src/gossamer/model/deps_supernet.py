@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.loss._output import SUBNETS, WEIGHTS
+from gossamer.loss.deps import SUBNETS, WEIGHTS
 from gossamer.model.elastic import Elastic, Subnet
 from gossamer.model.step_dependent import StepDependent
 from gossamer.model.unit_seeds import mix
@@ -68,11 +68,6 @@ class DepsSupernet(nn.Module, StepDependent):
         self._subnets: tuple[Subnet, ...] = ()
         self._weight = 0.0
         self._chosen: Subnet | None = None
-
-    @property
-    def called_like(self) -> nn.Module:
-        """The module whose arguments forward takes."""
-        return self.network
 
     @property
     def elastic(self) -> Elastic:

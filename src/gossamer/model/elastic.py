@@ -97,7 +97,7 @@ class Elastic:
         for stack in self._stacks:
             for layer in _layers(made.get_submodule(stack.name)):
                 _resize(layer, stack.hidden, hidden[stack.name])
-        for name, blocks in reversed(subnet.depths):  # lists inside of blocks before the lists of these blocks
+        for name, blocks in subnet.depths:
             kept = made.get_submodule(name)
             assert isinstance(kept, nn.ModuleList)
             del kept[blocks:]

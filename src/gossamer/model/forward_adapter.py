@@ -39,13 +39,11 @@ def caller_of(module: nn.Module, given: Collection[str] = ()) -> ForwardAdapter:
     """Return the adapter that calls `module`. `given`: keys of its batches.
 
     A key is passed if forward has a parameter of that name, or takes **kwargs. If none is called `input_ids`, the
-    tokens are the first argument, whatever its name. A module whose forward hands its arguments on names the one that
-    takes them as its attribute `called_like`. Models that keep a cache for generation get use_cache=False.
+    tokens are the first argument, whatever its name. Models that keep a cache for generation get use_cache=False.
     Raises BadInput if forward takes neither tokens nor any key in `given`, or needs an argument that is neither usual
     nor in `given`.
     """
     inner = getattr(module, "_orig_mod", module)  # the module that torch.compile wrapped
-    inner = getattr(inner, "called_like", inner)
     parameters = inspect.signature(inner.forward).parameters
     open_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_name = [n for n, p in parameters.items() if p.kind in open_kinds]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gossamer.model.bit_widths import BitWidths, Widths
 from gossamer.model.quantize_base import put
 from gossamer.model.quantized.packed import Packed
-from gossamer.model.quantized_linear import QuantizedLinear, plain_layer
+from gossamer.model.quantized_linear import QuantizedLinear
 from gossamer.model.step_dependent import StepDependent
 
 
@@ -83,12 +83,15 @@ class QfaLinear(nn.Module, StepDependent):
         self.widths, self.layers = (bits,), None
         self.width = self.step_width = bits
 
-    def merged(self) -> nn.Module:
-        """Return a plain layer with the weight W_b + scale B_b A_b of the width that is set: a Conv1D for a Conv1D."""
+    def merged(self) -> nn.Linear:
+        """Return a linear layer with the weight W_b + scale B_b A_b of the width that is set."""
         held, (down, up) = self.held(self.width), self.adapter(self.width)
+        made = nn.Linear(self.in_features, self.out_features, bias=held.bias is not None, dtype=held.dtype)
         with torch.no_grad():
-            weight = held.weight + self.scale * (up.weight @ down.weight)  # type: ignore[operator]
-        return plain_layer(weight, held.bias, is_turned=held.is_turned).train(self.training)
+            made.weight.copy_(held.weight + self.scale * (up.weight @ down.weight))  # type: ignore[operator]
+        if held.bias is not None:
+            made.bias = held.bias
+        return made.train(self.training)
 
 
 def qfa_layers(module: nn.Module) -> dict[str, QfaLinear]:

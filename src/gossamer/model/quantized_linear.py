@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,27 +149,6 @@ def weight_of(linear: nn.Module) -> Tensor:
         got=f"a {type(linear).__module__}.{type(linear).__qualname__}",
         do="leave it out",
     )
-
-
-def linear_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the input of a linear layer's call, which has one argument, by position or by name."""
-    found: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return found
-
-
-def plain_layer(weight: Tensor, bias: nn.Parameter | None, *, is_turned: bool) -> nn.Module:
-    """Return an nn.Linear with `weight` (out, in) and `bias`; or, turned, a Conv1D of transformers."""
-    rows, columns = weight.shape
-    made: Any
-    if is_turned:
-        made = importlib.import_module("transformers.pytorch_utils").Conv1D(rows, columns)
-        weight = weight.t().contiguous()
-    else:
-        made = nn.Linear(columns, rows, bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight)
-    if bias is not None:
-        made.bias = bias
-    return made  # type: ignore[no-any-return]
 
 
 def is_conv1d(module: nn.Module) -> bool:

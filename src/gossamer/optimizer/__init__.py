@@ -114,11 +114,6 @@ class Optimizer(ABC):
         return False
 
     @property
-    def shrinks_weights(self) -> bool:
-        """Return whether an update draws weights towards 0, whatever their gradients are."""
-        return bool(getattr(self, "weight_decay", 0.0))
-
-    @property
     def mask(self) -> StaticMaskDraw | None:
         """Return how the masks of weights that never move are drawn; None for most optimizers."""
         return None

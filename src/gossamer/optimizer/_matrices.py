@@ -67,10 +67,6 @@ class MatrixOptimizer(Optimizer):
     def sets_zeros(self) -> bool:
         return self.rest.sets_zeros
 
-    @property
-    def shrinks_weights(self) -> bool:
-        return super().shrinks_weights or self.rest.shrinks_weights
-
     def check(self, names: Collection[str]) -> None:
         self.rest.check([name for name in names if not names_matrix(self.matrices, name)])
         check_found(self.matrices, names, self._key)

@@ -63,10 +63,6 @@ class Wrapper(Optimizer):
         return self.inner.owns_weights
 
     @property
-    def shrinks_weights(self) -> bool:
-        return self.inner.shrinks_weights
-
-    @property
     def mask(self) -> StaticMaskDraw | None:
         return self.inner.mask
 

@@ -61,11 +61,6 @@ class FromClass(Optimizer):
         return torch.equal(whole, rows)
 
     @property
-    def shrinks_weights(self) -> bool:
-        group = self._class([torch.nn.Parameter(torch.zeros(1))], lr=self.lr, **self.arguments).param_groups[0]
-        return bool(group.get("weight_decay", 0.0))
-
-    @property
     def remark(self) -> str:
         return f"{self.path}: that ranks and restarts change nothing was tried on small tensors, and is not known"
 

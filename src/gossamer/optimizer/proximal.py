@@ -46,10 +46,6 @@ class Proximal(Wrapper):
     operator: ProximalOperator = field(default_factory=L1)
     parameters: tuple[str, ...] = ()
 
-    @property
-    def shrinks_weights(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
         if isinstance(self.inner, (ByPattern, Muon, Proximal)):
             raise bad_input(

@@ -37,7 +37,6 @@ __all__ = [
     "REGISTRY",
     "apply_masks",
     "build",
-    "by_input_norms",
     "expert_distances",
     "names",
     "prune",
@@ -70,12 +69,6 @@ class Pruning(ABC):
         seen: what reached the layer; None where nothing did, or where no text is needed: then the scores are
         magnitudes.
         """
-
-
-def by_input_norms(weight: Tensor, seen: InputStatistics | None) -> Tensor:
-    """Return |W_ij| times the norm of input j, in float64; magnitudes where no input was seen."""
-    found = weight.double().abs()
-    return found if seen is None else found * seen.norms
 
 
 REGISTRY: Registry[Pruning] = Registry(__name__, Pruning)  # type: ignore[type-abstract]

@@ -48,12 +48,8 @@ def fused_experts(module: nn.Module) -> Iterator[FusedExperts]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module holds a parameter with three dimensions, as matrices of several experts.
-
-    Kernels of a convolution have three, too, and so has the weight of torch's bilinear layer.
-    """
-    is_other = isinstance(module, (nn.modules.conv._ConvNd, nn.Bilinear))
-    return not is_other and any(one is not None and one.dim() == 3 for one in module._parameters.values())
+    """Return whether a module holds a parameter with three dimensions, as matrices of several experts."""
+    return any(one is not None and one.dim() == 3 for one in module._parameters.values())
 
 
 def _is_described(module: nn.Module) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.model.quantized_linear import linear_input
 from gossamer.prune._experts import (
     FusedExperts,
     ListedExperts,
@@ -88,8 +87,13 @@ def _hook(stack: ExitStack, handle: Any) -> None:
     stack.callback(handle.remove)
 
 
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return found
+
+
 def _add(seen: InputStatistics, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    seen.add(linear_input(args, kwargs), None)
+    seen.add(_input(args, kwargs), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +180,7 @@ class _ListWatch:
 
     def _meet(self, linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A copy: what follows may write to it in place.
-        self.open[-1].reached.append((self.of[id(linear)], linear_input(args, kwargs).detach().clone()))
+        self.open[-1].reached.append((self.of[id(linear)], _input(args, kwargs).detach().clone()))
 
     def _leave(self, expert: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.prune import InputStatistics, Kept, Pruning, by_input_norms
+from gossamer.prune import InputStatistics, Kept, Pruning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,4 +32,5 @@ class Wanda(Pruning):
         Kept.of(self.sparsity, self.pattern)
 
     def scores(self, weight: Tensor, seen: InputStatistics | None) -> Tensor:
-        return by_input_norms(weight, seen)
+        found = weight.double().abs()
+        return found if seen is None else found * seen.norms

@@ -7,7 +7,7 @@ which minimizes, one column at a time, |W X - W' X|^2 = sum over rows of (w - w'
 Columns are taken in blocks, at whose end the columns behind are updated at once. A group's grid is that of its weights
 when its first column is reached (`order` given), or of the weights as they were (`order` activation, which takes the
 columns by falling mean square of their input, while neighbors share a grid).
-Work: in^3 + out in^2 flop.   Memory: six matrices of (in, in) in float64.
+Work: in^3 + out in^2 flop.   Memory: three matrices of (in, in) in float64.
 Unlike the paper: a row that its updates made worse on the calibration inputs than rounding to nearest is rounded to
 nearest, so that no row is; an input that is always zero (a dead one) keeps its weights rounded to nearest, where the
 paper sets them to zero; where the factor does not exist, the damping d grows tenfold, up to 1. What was done is said.

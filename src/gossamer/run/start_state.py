@@ -22,17 +22,14 @@ _OF_ANY_RULE = frozenset({"main", "master", "common", _KEPT})  # slots beside th
 class StartState:
     """The start folder of a run, and the names of the methods that take over its state.
 
-    optimizer, adapter: as the configuration writes them; trained: names of the parameters that move, of the folder's;
-    keeps_masks: whether the optimizer keeps the zeros of masks; merges_over: whether merging the adapter fills them;
+    optimizer, adapter: as the configuration writes them; keeps_masks: whether one of them keeps zeros of masks;
     trains_beside: what is trained is beside the folder's parameters, an adapter or a side network.
     """
 
     folder: StartFolder
     optimizer: Written
     adapter: Written
-    trained: frozenset[str]
     keeps_masks: bool
-    merges_over: bool = False
     trains_beside: bool = False
 
     def take_over(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -50,20 +47,15 @@ class StartState:
                 if slot == _KEPT and name in masks:
                     self._take(slot, name, rows, tensor, MASKS)
             yield "info", f"holds the zeros of the masks of {self.folder.path} in {len(masks)} parameters"
-        filled = [] if self.keeps_masks else sorted(masks.keys() & self.trained)
-        if filled:
-            key = f"train.optimizer {MethodConfig.parse(self.optimizer).name}"
-            yield (
-                "warning",
-                f"{self.folder.path} has masks of {filled[0]}{_others(len(filled) - 1)}, which {key} does not keep: "
-                "elements that were pruned to 0 are trained like all others",
+        if masks and not self.keeps_masks:
+            names = " and ".join(
+                f"{key} {MethodConfig.parse(one).name}"
+                for key, one in (("train.optimizer", self.optimizer), ("model.adapter", self.adapter))
             )
-        if masks and self.merges_over:
             yield (
                 "warning",
-                f"the zeros of the masks of {self.folder.path} stay while model.adapter "
-                f"{MethodConfig.parse(self.adapter).name} is beside them, and are filled when it is merged; mask_lora "
-                "keeps them",
+                f"{self.folder.path} has masks of {len(masks)} parameters, which {names} do not keep: "
+                "elements that were pruned to 0 are trained like all others",
             )
 
     def _moments(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -106,8 +98,3 @@ class StartState:
                 key=self.folder.key,
             )
         tensor.copy_(own)
-
-
-def _others(count: int) -> str:
-    """Return how many more there are, in words."""
-    return f" and {count} more" if count else ""
