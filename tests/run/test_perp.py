@@ -102,7 +102,13 @@ def test_scales_that_would_decay_are_refused(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [{"from_class": {"path": "torch.optim:NAdam"}}, "sgd", {"static_mask": {"inner": "sgd"}}]
+    "optimizer",
+    [
+        {"from_class": {"path": "torch.optim:NAdam"}},
+        "sgd",
+        {"static_mask": {"inner": "sgd"}},
+        {"adamw": {"weight_decay": 0}},
+    ],
 )
 def test_scales_without_decay_are_accepted(optimizer: Any) -> None:
     given = {"model": {"hf": "llama", "adapter": "scale_lora"}, "train": {"optimizer": optimizer}}

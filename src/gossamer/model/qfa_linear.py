@@ -43,11 +43,11 @@ class QfaLinear(nn.Module, StepDependent):
         if self.layers is not None:
             self.step_width = self.layers.at(seed, step)[self.place]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features) of x (..., in_features)."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features) of an input (..., in_features)."""
         bits = self.step_width if self.training else self.width
         down, up = self.adapter(bits)
-        found: Tensor = self.held(bits)(x) + up(down(x)) * self.scale
+        found: Tensor = self.held(bits)(input) + up(down(input)) * self.scale
         return found
 
     def held(self, bits: int) -> QuantizedLinear:

@@ -103,11 +103,14 @@ class QuantizedLinear(nn.Module):
             )
         self._set(self.format.encode(weight))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features) of x (..., in_features), in the type of x, or that of autocast."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y: Tensor = _Product.apply(x.to(dtype), self._blocks, False)  # type: ignore[no-untyped-call]
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features) of an input (..., in_features), in its type, or that of autocast.
+
+        The argument is called as that of nn.Linear.
+        """
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        y: Tensor = _Product.apply(input.to(dtype), self._blocks, False)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:

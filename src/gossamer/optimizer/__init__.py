@@ -109,10 +109,12 @@ class Optimizer(ABC):
         return False
 
     @property
-    def decays(self) -> bool:
+    def draws_to_zero(self) -> bool:
         """Return whether an update draws weights to 0 beside what their gradients say, by a decay or penalty."""
         inside = [getattr(self, one.name) for one in fields(self)] if is_dataclass(self) else []
-        return bool(getattr(self, "weight_decay", 0.0)) or any(isinstance(o, Optimizer) and o.decays for o in inside)
+        return bool(getattr(self, "weight_decay", 0.0)) or any(
+            isinstance(o, Optimizer) and o.draws_to_zero for o in inside
+        )
 
     @property
     def owns_weights(self) -> bool:

@@ -61,7 +61,7 @@ class FromClass(Optimizer):
         return torch.equal(whole, rows)
 
     @cached_property
-    def decays(self) -> bool:
+    def draws_to_zero(self) -> bool:
         param = _drawn((4, 3), 1)
         made, before = self._made([param]), param.clone()
         param.grad = torch.zeros_like(param)

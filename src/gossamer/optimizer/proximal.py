@@ -76,7 +76,7 @@ class Proximal(Wrapper):
         return True
 
     @property
-    def decays(self) -> bool:
+    def draws_to_zero(self) -> bool:
         return True  # by the penalty
 
     def update(

@@ -15,11 +15,11 @@ def decay_with_scales(recipe: Recipe) -> BadInput | None:
     written = recipe.config.model.adapter
     if written == "none" or not adapters.REGISTRY.type(MethodConfig.parse(written).name, key=adapters.KEY).is_scale:
         return None
-    if not recipe.optimizer.decays:
+    if not recipe.optimizer.draws_to_zero:
         return None
     return bad_input(
-        wanted=f"no weight decay and no penalty with model.adapter {told(written)}, whose matrices multiply the weights: "
-        "it would draw these to 0",
+        wanted=f"no weight decay and no penalty with model.adapter {told(written)}, whose matrices multiply the "
+        "weights: it would draw these to 0",
         got=f"train.optimizer {told(recipe.config.train.optimizer)}",
         do="write train.optimizer: {adamw: {weight_decay: 0}}",
         key=OPTIMIZER,
