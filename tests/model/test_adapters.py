@@ -359,6 +359,17 @@ def test_a_peft_folder_of_a_model_of_ones_own_says_how_it_is_loaded(tmp_path: Pa
     assert said == f"from model.tiny import Plain; peft.PeftModel.from_pretrained(Plain(width=8), {folder!r})"
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # gpt2 has Conv1D, whose weight lies turned
+def test_an_adapter_on_a_base_in_blocks_is_merged_into_layers_of_the_kind_that_they_were(kind: str) -> None:
+    config = {"llama": CONFIG, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}}[kind]
+    module = moved(origin_of(ModelSection(hf=kind, config=config, base="int8", adapter="lora")).build(0))
+    expected = logits(module)
+    merge(module)
+    assert torch.allclose(logits(module), expected, atol=1e-5)
+    plain = origin_of(ModelSection(hf=kind, config=config)).build(0).state_dict()
+    assert {n: t.shape for n, t in module.state_dict().items()} == {n: t.shape for n, t in plain.items()}
+
+
 def test_merging_leaves_a_model_without_adapter_as_it_is() -> None:
     module = origin_of(section("none")).build(0)
     before = {name: p.clone() for name, p in module.named_parameters()}

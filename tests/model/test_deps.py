@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import gossamer
 from gossamer import loss as losses
 from gossamer.loss.deps import SUBNETS, WEIGHTS
 from gossamer.model.deps_supernet import DepsSupernet
 from gossamer.model.elastic import Elastic, recalibrate
 from gossamer.model.unit_seeds import unit_seeds
 from gossamer.model.units import unit_names
+from gossamer.recipe import Recipe
+from gossamer.recipe.conflicts.supernet import supernet_alone
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import MeshSizes, Plan
 
 
 class Residual(nn.Module):
@@ -92,6 +99,41 @@ def test_an_extracted_subnet_computes_what_the_sliced_supernet_does(is_conv: boo
     assert all(torch.equal(one, before[name]) for name, one in module.state_dict().items())
 
 
+class Nested(nn.Module):
+    """Residual blocks, each with blocks inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.ModuleList(Around() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.around:
+            x = one(x)
+        return x
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(4, 8, is_conv=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_lists_of_blocks_inside_of_blocks_are_shortened_too() -> None:
+    torch.manual_seed(0)
+    module, x = Nested().eval(), torch.randn(5, 4)
+    elastic = Elastic(module)
+    subnet = elastic.at([0.5] * 6, [2 / 3, 0.5, 1.0, 0.5])
+    alone = elastic.extract(subnet)
+    assert torch.equal(alone(x), elastic.forward(subnet, (x,), {}))
+    assert [len(one.blocks) for one in alone.around] == [1, 2]  # type: ignore[union-attr, arg-type]
+    assert sum(p.nbytes for p in alone.parameters()) == elastic.nbytes(subnet)
+
+
 def test_the_range_opens_late_and_step_by_step_and_sampled_subnets_keep_to_it() -> None:
     module = supernet(start=0.5, opening=0.2, least_width=0.25, least_depth=0.34, sampled=3)
     assert all(not module.subnets(0, step) for step in range(50))
@@ -163,9 +205,61 @@ def test_in_evaluation_it_is_the_chosen_subnet_and_its_loss_is_classification() 
     assert torch.allclose(losses.build("deps")(alone, batch), plain)
 
 
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: one[index] for key, one in rows(16).items()}
+
+
+def trained(module: nn.Module, folder: Path, **sections: Any) -> list[float]:
+    """The losses of a run on rows that have labels, which the network does not take."""
+    train = {"steps": 4, "batch": 8, "loss": "deps", "optimizer": {"adamw": {"lr": 0.01}}, **sections.pop("train", {})}
+    config = {"train": train, "run": {"directory": str(folder), "display": "quiet"}, **sections}
+    found: list[float] = gossamer.train(module, Rows(), config).losses.tolist()
+    return found
+
+
+def test_a_run_trains_a_supernet_whose_network_takes_no_labels(tmp_path: Path) -> None:
+    module = DepsSupernet(network(), steps=4, start=0.5, opening=0.0)
+    found, alone = trained(module, tmp_path), trained(DepsSupernet(network(), steps=4, start=1.0), tmp_path)
+    assert found[:2] == alone[:2] and found[2] != alone[2]  # two steps of the whole network, then subnets beside it
+    other = DepsSupernet(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.LSTM(2, 3)), steps=4)
+    with pytest.raises(BadInput, match="returns logits, a tensor"):
+        other(torch.ones(2, 4))
+
+
+def test_a_supernet_with_another_loss_and_another_model_with_its_loss_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="trains the subnets of a DepsSupernet"):
+        trained(supernet(), tmp_path, train={"loss": "classification"})
+    with pytest.raises(BadInput, match=r"a supernet.*got a Digits"):
+        trained(network(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("plan", "train", "said"),
+    [
+        ({"sharding": "zero3"}, {}, "plan.sharding zero3"),
+        ({"savers": [{"recompute": {"every": 2}}]}, {}, "plan.savers recompute"),
+        ({"mesh": MeshSizes(pipe=2)}, {}, "2 stages"),
+        ({}, {"optimizer": "eva"}, "train.optimizer eva"),
+    ],
+)
+def test_training_that_needs_whole_layers_is_refused(plan: dict[str, Any], train: dict[str, Any], said: str) -> None:
+    config = RunConfig.model_validate({"model": {"factory": "a.b:c"}, "train": {"loss": "deps", **train}})
+    assert supernet_alone(Recipe.of(RunConfig(), Plan(rows=(16,), microbatches=(4,), **plan))) is None
+    error = supernet_alone(Recipe.of(config, Plan(rows=(16,), microbatches=(4,), **plan)))
+    assert error is not None and said in error.message
+
+
 def test_networks_and_settings_that_are_refused() -> None:
     with pytest.raises(BadInput, match="elastic widths"):
         Elastic(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)))
+    block = Residual(4, 8, is_conv=False)
+    with pytest.raises(BadInput, match="one in several places of 0"):
+        Elastic(nn.Sequential(nn.ModuleList([block, block])))
     for given, said in (({"start": 1.5}, "start 1.5"), ({"least_width": 0.0}, "least_width 0")):
         with pytest.raises(BadInput, match=said):
             supernet(**given)

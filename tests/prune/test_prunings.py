@@ -104,6 +104,36 @@ def test_subclasses_and_layers_beside_them(name: str) -> None:
     assert sorted(found.masks) == ["0.out.weight", "1.out.weight"]
 
 
+class ByName(nn.Module):
+    """A kernel along time and a bilinear form, whose parameters have three dimensions, and a layer called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along, self.mix, self.scale = (
+            nn.Conv1d(8, 8, 3, padding=1, groups=8),
+            nn.Linear(8, 8),
+            nn.Bilinear(8, 8, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.along(x.transpose(1, 2)).transpose(1, 2)
+        found: Tensor = self.scale(x, self.mix(input=h))
+        return found
+
+
+@pytest.mark.parametrize("name", dense())
+def test_kernels_are_no_experts_and_inputs_may_be_given_by_name(name: str) -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(ByName(), ByName()), torch.randn(2, 3, 8)
+    found = prune(module, build(name), [lambda: module(x)])
+    assert sorted(found.masks) == ["0.mix.weight", "1.mix.weight"] and not any(one.fell_back for one in found.matrices)
+    if name == "wanda":
+        with torch.no_grad():
+            seen = module[0].along(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[operator, union-attr]
+        scores = module[0].mix.weight.abs() * seen.flatten(0, 1).norm(dim=0)  # type: ignore[operator, union-attr]
+        assert torch.equal(found.masks["0.mix.weight"], scores >= scores.sort(1).values[:, 4:5])
+
+
 def test_patterns_choose_layers() -> None:
     module = MixtureModel()
     some = prune(module, build({"magnitude": {"include": ["experts", "head"], "exclude": ["0\\.up"]}}))

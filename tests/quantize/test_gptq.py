@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.model.quantized import Blocks
 from gossamer.quantize import Quantizer, build
@@ -108,3 +110,31 @@ def test_what_cannot_be_served_is_refused_or_said() -> None:
         quantizer.encode(weight, moments(inputs) - 1e6 * torch.ones(96, 96).double())
     with pytest.raises(BadInput, match="damping"):
         build({"gptq": {"damping": 0}})
+
+
+class Held(TorchDispatchMode):
+    """Counts the float64 matrices (n, n) that are there at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.most = size, 0
+        self.alive: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for one in found if isinstance(found, tuple | list) else (found,):
+            is_matrix = isinstance(one, Tensor) and one.shape == (self.size,) * 2 and one.dtype == torch.float64
+            if is_matrix and one._base is None:
+                self.alive.append(weakref.ref(one))
+        self.alive = [one for one in self.alive if one() is not None]
+        self.most = max(self.most, len(self.alive))
+        return found
+
+
+@pytest.mark.parametrize("order", ["given", "activation"])
+def test_beside_the_moments_there_are_two_matrices_at_once(order: str) -> None:
+    weight, inputs = layer(0)
+    held, given = Held(96), moments(inputs)
+    with held:
+        build({"gptq": {"order": order}}).encode(weight, given)
+    assert 1 <= held.most <= 2

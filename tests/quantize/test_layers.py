@@ -55,6 +55,24 @@ def test_linear_layers_become_integers_and_the_others_stay(kind: str, by: str) -
     assert any("embed" in name or "wte" in name for name in report.kept)
 
 
+def test_a_layer_that_is_called_by_name_is_calibrated() -> None:
+    class ByName(nn.Module):
+        def __init__(self, by_name: bool) -> None:
+            super().__init__()
+            self.mix, self.by_name = nn.Linear(32, 8), by_name
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.mix(input=x) if self.by_name else self.mix(x)
+            return found
+
+    modules = [ByName(by_name=by_name) for by_name in (True, False)]
+    modules[1].load_state_dict(modules[0].state_dict())
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    for module in modules:
+        quantize_layers(module, build("gptq"), Calibration(caller=caller_of(module, ["x"]), batches=[{"x": x}]))
+    assert torch.equal(modules[0](x), modules[1](x))
+
+
 def test_a_few_moments_at_a_time_are_what_all_of_a_block_give() -> None:
     """Where one layer's inputs do not follow from another's in its group, the order of gathering changes nothing."""
     first, second = model("plain"), model("plain")

@@ -25,19 +25,19 @@ from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
 from gossamer.store.quantized_folder import write_quantized
-from model.tiny import SIZES, VOCABULARY, batch
+from model.tiny import CONFIGS, SIZES, VOCABULARY, batch
 
 LAYERS = BitWidths(tuple(f"l{i}" for i in range(14)), (64,) * 7 + (128,) * 7, (2, 3, 4), 32)
 
 
-def section(**more: object) -> ModelSection:
-    config = {**SIZES, "vocab_size": VOCABULARY}
-    return ModelSection(hf="llama", config=config, adapter={"qfa": {"rank": 2, "group": 32, **more}})
+def section(kind: str = "llama", **more: object) -> ModelSection:
+    config = {**CONFIGS[kind], "vocab_size": VOCABULARY}
+    return ModelSection(hf=kind, config=config, adapter={"qfa": {"rank": 2, "group": 32, **more}})
 
 
-def supernet() -> nn.Module:
+def supernet(kind: str = "llama") -> nn.Module:
     """One whose adapters have moved."""
-    module = origin_of(section()).build(0)
+    module = origin_of(section(kind)).build(0)
     generator = torch.Generator().manual_seed(1)
     for layer in qfa_layers(module).values():
         for _, tensor in layer.slots():
@@ -87,16 +87,18 @@ def test_a_step_trains_the_adapters_of_its_widths_and_no_others() -> None:
             assert [layer.step_width for layer in qfa_layers(module).values()] == list(chosen)
 
 
-def test_a_subnet_computes_what_the_supernet_does_bit_for_bit_also_from_its_folder(tmp_path: Path) -> None:
-    module = supernet()
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # nn.Linear; Conv1D, whose weight lies turned
+def test_a_subnet_computes_what_the_supernet_does_bit_for_bit_also_from_its_folder(tmp_path: Path, kind: str) -> None:
+    module = supernet(kind)
     chosen = bit_widths(module).near(2.6, random.Random(0))
     set_widths(module, chosen)
     expected, size = logits(module), nbytes_at(module, chosen)
     subnet = copy.deepcopy(module)
     extract(subnet, chosen)
     assert torch.equal(logits(subnet), expected)
-    assert nbytes_at(subnet, tuple(chosen)) == size == sum(t.nbytes for t in subnet.state_dict().values())
-    origin = origin_of(section())
+    held = {id(one): one.nbytes for one in subnet.state_dict(keep_vars=True).values()}  # tied ones once
+    assert nbytes_at(subnet, tuple(chosen)) == size == sum(held.values())
+    origin = origin_of(section(kind))
     content = quantized_content(subnet, origin, Bytes(), method="qfa", said={}, dtype=torch.float32)
     assert write_quantized(tmp_path / "out", content) == size
     again = origin_of(ModelSection(hf=str(tmp_path / "out"))).build(0)
@@ -130,6 +132,16 @@ def test_the_search_keeps_the_budget_and_finds_which_layers_need_bits() -> None:
     assert best_widths(LAYERS, 2.0, score)[0] == (2,) * 14
     with pytest.raises(BadInput, match="at least 2 bits"):
         best_widths(LAYERS, 1.5, score)
+
+
+@pytest.mark.parametrize("budget", [2.0, 2.01, 2.4, 3.7, 7.9])
+def test_the_search_ends_where_no_widths_meet_the_budget_closely(budget: float) -> None:
+    layers = BitWidths(("a", "b", "c"), (64, 1, 2), (2, 3, 8), 32)
+    for seed in range(20):
+        found, _ = best_widths(layers, budget, lambda widths: -layers.average(widths), seed=seed)
+        assert layers.average(found) <= budget + 1e-9
+    with pytest.raises(BadInput, match="give a budget from 2 to 8"):
+        best_widths(layers, float("nan"), lambda widths: 0.0)
 
 
 def test_settings_and_bases_that_are_refused() -> None:

@@ -82,14 +82,37 @@ def test_every_layout_keeps_the_zeros(
     check(tmp_path, start, adapter)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", {"by_pattern": {"inner": "adamw"}}])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "adamw",
+        {"by_pattern": {"inner": "adamw"}},
+        {"from_class": {"path": "torch.optim:AdamW"}},
+        {"from_class": {"path": "torch.optim:ASGD"}},  # whose decay is called lambd
+        {"proximal": {"inner": "sgd"}},
+    ],
+)
 def test_scales_that_would_decay_are_refused(optimizer: Any) -> None:
     given = {"model": {"hf": "llama", "adapter": "scale_lora"}, "train": {"optimizer": optimizer}}
     plan = Plan(rows=(64,), microbatches=(1,))
-    with pytest.raises(BadInput, match=r"train\.optimizer: wanted no weight decay with model\.adapter scale_lora"):
+    with pytest.raises(BadInput, match=r"train\.optimizer: wanted no weight decay and no penalty with model\.adapter"):
         recipe_check(RunConfig.model_validate(given), plan)
     given["model"]["adapter"] = "mask_lora"
     recipe_check(RunConfig.model_validate(given), plan)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"from_class": {"path": "torch.optim:NAdam"}},
+        "sgd",
+        {"static_mask": {"inner": "sgd"}},
+        {"adamw": {"weight_decay": 0}},
+    ],
+)
+def test_scales_without_decay_are_accepted(optimizer: Any) -> None:
+    given = {"model": {"hf": "llama", "adapter": "scale_lora"}, "train": {"optimizer": optimizer}}
+    recipe_check(RunConfig.model_validate(given), Plan(rows=(64,), microbatches=(1,)))
 
 
 def test_it_is_resumed_on_another_number_of_ranks(pool: Pool, tmp_path: Path, start: Any) -> None:

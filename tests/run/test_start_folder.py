@@ -79,12 +79,13 @@ def records(folder: Path, kind: str) -> list[dict]:
 
 def run(pool, folder: Path, start: Path, ranks: int, **sections: dict) -> list[float]:
     model = {"config": CONFIG, "start": str(start), **sections.pop("model", {})}
+    adapter = model.pop("adapter", "none")
     given = {"model": model, **sections}
     pool.run(
         "run.adapter_jobs:train",
         ranks,
         base="llama",
-        adapter="none",
+        adapter=adapter,
         folder=str(folder),
         steps=STEPS,
         sections=given,
@@ -113,14 +114,39 @@ def test_moments_of_another_rule_are_dropped_and_that_is_said(pool, tmp_path: Pa
     assert any("(momentum) are not those of train.optimizer adamw (mean, square)" in one for one in told)
 
 
-def test_masks_that_nobody_keeps_are_said(pool, tmp_path: Path) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    mask = torch.rand(64, 32) > 0.5
-    written(tmp_path / "start", slots=(), masks={name: mask})
-    run(pool, tmp_path / "run", tmp_path / "start", 1)
-    told = [one["message"] for one in records(tmp_path / "run", "event")]
-    assert any("has masks of 1 parameters, which train.optimizer adamw" in one for one in told)
-    assert torch.equal(dict(StartFolder(tmp_path / "start").masks())[name], mask)
+UP, QUERY = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+TRAINED = f"has masks of 1 parameters ({UP}), which train.optimizer"
+
+
+@pytest.mark.parametrize(
+    ("given", "optimizer", "said"),
+    [
+        ({}, None, TRAINED),
+        ({"adapter": {"mask_lora": {"targets": ["q_proj"]}}}, None, ""),
+        ({"adapter": {"mask_lora": {"targets": ["q_proj"]}}, "unfreeze": ["up_proj"]}, None, TRAINED),
+        ({"adapter": {"lora": {"targets": ["q_proj"]}}}, None, ""),
+        (
+            {"adapter": {"lora": {"targets": ["up_proj"]}}},
+            None,
+            f"has masks of 1 parameters ({UP}), which model.adapter",
+        ),
+        ({}, {"static_mask": {"inner": "adamw", "masks": "start"}}, "holds the zeros of the masks"),
+        ({}, {"static_mask": {"inner": "adamw"}}, TRAINED),  # it draws masks of its own
+    ],
+)
+def test_zeros_that_fill_are_said_and_no_others(pool, tmp_path: Path, given: dict, optimizer, said: str) -> None:
+    module, draw = model(), torch.Generator().manual_seed(3)
+    names = [UP, QUERY] if "mask_lora" in given.get("adapter", {}) else [UP]
+    masks = {name: torch.rand(module.get_parameter(name).shape, generator=draw) > 0.5 for name in names}
+    for name, mask in masks.items():
+        module.get_parameter(name).data.mul_(mask)
+    tensors = {name: tensor.detach() for name, tensor in start_state(module)}
+    write_start(tmp_path / "start", StartContent(tensors=tensors, method="by_hand", source="0", masks=masks))
+    train = {} if optimizer is None else {"train": {"optimizer": optimizer}}
+    run(pool, tmp_path / "run", tmp_path / "start", 1, model=dict(given), **train)
+    told = [one["message"] for one in records(tmp_path / "run", "event") if str(tmp_path / "start") in one["message"]]
+    assert [said in one for one in told] == [True] * bool(said)
+    assert all(torch.equal(one, masks[name]) for name, one in StartFolder(tmp_path / "start").masks())
 
 
 def test_weights_come_back_bit_for_bit_and_damage_is_found(tmp_path: Path) -> None:

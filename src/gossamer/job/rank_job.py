@@ -154,14 +154,16 @@ def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: 
 
 
 def _start_state(job: RankJob, folder: StartFolder) -> StartState:
-    config = job.parts.config
-    adapted = config.model.adapter != "none" and adapters.build(config.model.adapter).keeps_masks
-    is_beside = config.model.side != "none" and not config.model.unfreeze  # then the model stays as it is
+    config, outline = job.parts.config, job.parts.outline
+    keeps = config.model.adapter == "none" or adapters.build(config.model.adapter).keeps_masks
+    under = {one.name.removesuffix(f"{one.slot}.weight") + "weight" for one in adapters.adapter_tensors(outline)}
     return StartState(
         folder=folder,
         optimizer=config.train.optimizer,
         adapter=config.model.adapter,
-        keeps_masks=adapted or is_beside or job.parts.recipe.optimizer.keeps_masks,
+        holds_masks=job.parts.recipe.optimizer.keeps_masks,
+        trained=trainable(outline).keys(),
+        added_to=() if keeps else under,
         trains_beside=config.model.adapter != "none" or config.model.side != "none",
     )
 

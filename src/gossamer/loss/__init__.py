@@ -22,12 +22,14 @@ class Loss(ABC):
     """A loss function: a frozen dataclass of settings.
 
     `together`: rows of a batch that it takes as one, side by side; `needs_reference`: whether it compares with the
-    model that the run began with; `by_token`: whether it judges each token by what was made of those before it.
+    model that the run began with; `by_token`: whether it judges each token by what was made of those before it;
+    `needs_subnets`: whether it trains the subnets of a supernet with it.
     """
 
     together: ClassVar[int] = 1
     needs_reference: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
+    needs_subnets: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:

@@ -5,14 +5,14 @@ Paper: Annavajjala et al., DepS: Delayed epsilon-Shrinking for Faster Once-For-A
 Equations, for logits z_0 of the largest subnet and z_k of the K others of a step:
     L = CE(softmax z_0, y) + sum_k w_k KL(softmax sg(z_0) || softmax z_k) / K,   means over the rows
 with w_k the weight that the supernet gives to subnet k: its learning rate in units of the largest one's (in-place
-distillation: z_0 is the teacher, without a gradient). In evaluation, and with any other model, it is classification.
+distillation: z_0 is the teacher, without a gradient). In evaluation, where there is one network, it is classification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Deps(Loss):
     """The loss of a supernet. `labels`: key of the labels in a batch, (B,) int64, -100 to ignore a row."""
 
     labels: str = "labels"
+    needs_subnets: ClassVar[bool] = True
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         if not (isinstance(output, Mapping) and SUBNETS in output):

@@ -54,7 +54,7 @@ class BitWidths:
                 if not 0 <= other < len(self.widths):
                     continue
                 after = self.average(self._of([*chosen[:place], other, *chosen[place + 1 :]]))
-                if abs(after - target) < abs(now - target) or (at_most and after < now and now > target):
+                if abs(after - target) < abs(now - target):
                     chosen[place], moved = other, True
             if not moved:
                 break
@@ -79,9 +79,9 @@ def best_widths(
 
     The first of the `count` candidates is the largest width for all that the budget allows, a third is drawn at random,
     the others narrow up to three layers of the best so far and widen others. Raises BadInput for a budget below the
-    smallest width.
+    smallest width, and for one that is no number.
     """
-    if budget < layers.widths[0]:
+    if not budget >= layers.widths[0]:
         raise bad_input(
             wanted=f"at least {layers.widths[0]} bits on average, the smallest width that was trained",
             got=f"{budget:g}",

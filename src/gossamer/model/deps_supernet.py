@@ -13,8 +13,10 @@ Unlike the paper: the rates scale the subnets' losses, as every optimizer takes 
 
 from __future__ import annotations
 
+import inspect
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,8 @@ class DepsSupernet(nn.Module, StepDependent):
 
     steps: of the run; least_width, least_depth: the smallest shares of hidden features and of blocks.
     """
+
+    gives_subnets: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -104,15 +108,33 @@ class DepsSupernet(nn.Module, StepDependent):
         self._chosen = subnet
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return logits; in training those of the subnets too, with their weights."""
+        """Return logits; in training those of the subnets too, with their weights.
+
+        A key of a batch that the network does not take, such as labels, is not given to it. Raises BadInput in training
+        for a network that returns no tensor.
+        """
+        taken = self._taken(kwargs)
         if not self.training:
             return (
-                self.network(*args, **kwargs)
+                self.network(*args, **taken)
                 if self._chosen is None
-                else self.elastic.forward(self._chosen, args, kwargs)
+                else self.elastic.forward(self._chosen, args, taken)
             )
-        logits: Tensor = self.network(*args, **kwargs)
+        logits = self.network(*args, **taken)
+        if not isinstance(logits, Tensor):
+            raise bad_input(
+                wanted="a network whose forward returns logits, a tensor (B, C)",
+                got=f"{type(logits).__name__} of a {type(self.network).__name__}",
+                do="return the logits alone; the loss deps reads the labels of the batch",
+                key="model.factory",
+            )
         elastic = self.elastic
-        others = [elastic.forward(one, args, kwargs) for one in self._subnets]
+        others = [elastic.forward(one, args, taken) for one in self._subnets]
         stacked = torch.stack(others) if others else logits.new_empty(0, *logits.shape)
         return {"logits": logits, SUBNETS: stacked, WEIGHTS: logits.new_full((len(others),), self._weight)}
+
+    def _taken(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of these arguments that the network's forward takes."""
+        parameters = inspect.signature(self.network.forward).parameters
+        takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        return {name: value for name, value in named.items() if takes_all or name in parameters}

@@ -48,7 +48,7 @@ class Elastic:
     """The elastic parts of a module, and what its subnets compute. It changes nothing in the module."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Find the parts. Raises BadInput for a module without any."""
+        """Find the parts. Raises BadInput for a module without any, and for a block that is in several places."""
         self.module = module
         self._stacks = tuple(_stacks(module))
         self._lists = tuple(
@@ -62,6 +62,15 @@ class Elastic:
                 do="write its blocks so",
                 key="model.factory",
             )
+
+        for name, blocks in self._lists:
+            if len({*module.get_submodule(name).children()}) < blocks:
+                raise bad_input(
+                    wanted="blocks of their own, as a subnet has the first ones",
+                    got=f"one in several places of {name}",
+                    do="write a block for each place, or call one in a loop",
+                    key="model.factory",
+                )
 
     @property
     def whole(self) -> Subnet:
@@ -97,7 +106,7 @@ class Elastic:
         for stack in self._stacks:
             for layer in _layers(made.get_submodule(stack.name)):
                 _resize(layer, stack.hidden, hidden[stack.name])
-        for name, blocks in subnet.depths:
+        for name, blocks in reversed(subnet.depths):  # a list inside of a block before the list of that block
             kept = made.get_submodule(name)
             assert isinstance(kept, nn.ModuleList)
             del kept[blocks:]

@@ -43,11 +43,11 @@ class QfaLinear(nn.Module, StepDependent):
         if self.layers is not None:
             self.step_width = self.layers.at(seed, step)[self.place]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features) of x (..., in_features)."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features) of an input (..., in_features)."""
         bits = self.step_width if self.training else self.width
         down, up = self.adapter(bits)
-        found: Tensor = self.held(bits)(x) + up(down(x)) * self.scale
+        found: Tensor = self.held(bits)(input) + up(down(input)) * self.scale
         return found
 
     def held(self, bits: int) -> QuantizedLinear:
@@ -83,15 +83,11 @@ class QfaLinear(nn.Module, StepDependent):
         self.widths, self.layers = (bits,), None
         self.width = self.step_width = bits
 
-    def merged(self) -> nn.Linear:
-        """Return a linear layer with the weight W_b + scale B_b A_b of the width that is set."""
+    @torch.no_grad()
+    def merged(self) -> nn.Module:
+        """Return the layer that this one stands for, with the weight W_b + scale B_b A_b of the width that is set."""
         held, (down, up) = self.held(self.width), self.adapter(self.width)
-        made = nn.Linear(self.in_features, self.out_features, bias=held.bias is not None, dtype=held.dtype)
-        with torch.no_grad():
-            made.weight.copy_(held.weight + self.scale * (up.weight @ down.weight))  # type: ignore[operator]
-        if held.bias is not None:
-            made.bias = held.bias
-        return made.train(self.training)
+        return held.plain(held.weight + self.scale * (up.weight @ down.weight)).train(self.training)  # type: ignore[operator]
 
 
 def qfa_layers(module: nn.Module) -> dict[str, QfaLinear]:

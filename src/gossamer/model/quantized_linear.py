@@ -79,6 +79,20 @@ class QuantizedLinear(nn.Module):
         """Return the decoded weight in the layout of the layer that this one stands for: turned for a Conv1D."""
         return self.weight.t() if self.is_turned else self.weight
 
+    def plain(self, weight: Tensor) -> nn.Module:
+        """Return the layer that this one stands for, an nn.Linear or a Conv1D, with the bias of this one and `weight`,
+        (out_features, in_features), in the layout of that layer.
+        """
+        with torch.device("meta"):  # nothing is drawn
+            if self.is_turned:
+                made = _conv1d()(self.out_features, self.in_features)
+            else:
+                made = nn.Linear(self.in_features, self.out_features, bias=False)
+        held = weight.t().contiguous() if self.is_turned else weight
+        made.weight, made.bias = nn.Parameter(held.detach().to(self.dtype)), self.bias
+        found: nn.Module = made.train(self.training)
+        return found
+
     def fill(self, weight: Tensor) -> None:
         """Encode `weight` (out_features, in_features) into the blocks. Raises BadInput for another shape."""
         if weight.shape != (self.out_features, self.in_features):
@@ -89,11 +103,14 @@ class QuantizedLinear(nn.Module):
             )
         self._set(self.format.encode(weight))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features) of x (..., in_features), in the type of x, or that of autocast."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y: Tensor = _Product.apply(x.to(dtype), self._blocks, False)  # type: ignore[no-untyped-call]
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (..., out_features) of an input (..., in_features), in its type, or that of autocast.
+
+        The argument is called as that of nn.Linear.
+        """
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        y: Tensor = _Product.apply(input.to(dtype), self._blocks, False)  # type: ignore[no-untyped-call]
         return y if self.bias is None else y + self.bias.to(dtype)
 
     def extra_repr(self) -> str:
@@ -155,7 +172,11 @@ def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is the Conv1D of transformers, a linear layer; imports it only if it may be."""
     if type(module).__name__ != "Conv1D" or not type(module).__module__.startswith("transformers."):
         return False
-    return type(module) is importlib.import_module("transformers.pytorch_utils").Conv1D
+    return type(module) is _conv1d()
+
+
+def _conv1d() -> Any:
+    return importlib.import_module("transformers.pytorch_utils").Conv1D
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -107,6 +107,14 @@ class Optimizer(ABC):
         An average of parameters, or a rounded difference of them, would not keep these zeros.
         """
         return False
+
+    @property
+    def draws_to_zero(self) -> bool:
+        """Return whether an update draws weights to 0 beside what their gradients say, by a decay or penalty."""
+        inside: list[Any] = [getattr(self, one.name) for one in fields(self)] if is_dataclass(self) else []
+        return bool(getattr(self, "weight_decay", 0.0)) or any(
+            isinstance(o, Optimizer) and o.draws_to_zero for o in inside
+        )
 
     @property
     def owns_weights(self) -> bool:

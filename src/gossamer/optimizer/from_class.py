@@ -60,6 +60,15 @@ class FromClass(Optimizer):
             self._trial([rows[part]], seed=2, rows=part)
         return torch.equal(whole, rows)
 
+    @cached_property
+    def draws_to_zero(self) -> bool:
+        param = _drawn((4, 3), 1)
+        made, before = self._made([param]), param.clone()
+        param.grad = torch.zeros_like(param)
+        made.step()
+        named = any(group.get("weight_decay") for group in made.param_groups)  # one that waits for gradients
+        return named or not torch.equal(param, before)
+
     @property
     def remark(self) -> str:
         return f"{self.path}: that ranks and restarts change nothing was tried on small tensors, and is not known"

@@ -75,6 +75,10 @@ class Proximal(Wrapper):
     def sets_zeros(self) -> bool:
         return True
 
+    @property
+    def draws_to_zero(self) -> bool:
+        return True  # by the penalty
+
     def update(
         self,
         params: Mapping[str, Tensor],

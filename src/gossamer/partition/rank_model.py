@@ -22,6 +22,7 @@ from gossamer.model.split.input_variants import InputVariants
 from gossamer.model.split.segments import with_segments
 from gossamer.model.split.split_points import SplitPoints, StageSpec, stage_specs
 from gossamer.model.split.stage import StageModule
+from gossamer.model.step_dependent import check_subnets
 from gossamer.model.unit_config import check_open, check_units, units_of
 from gossamer.partition.forecast import bubble_reason, forecast_of
 from gossamer.partition.model_provider import ModelProvider
@@ -160,6 +161,7 @@ def outline_stages(source: ModelProvider, asked: PartitionRequest, plan: Plan | 
 
 def _begun(plan: Plan | None, module: nn.Module, asked: PartitionRequest) -> Plan:
     """Return the given plan, checked against the model, or a new one; as far as it needs no trace."""
+    check_subnets(module, needs_subnets=asked.objective.needs_subnets)
     if plan is None:
         return make_plan(asked.config, module, ranks=asked.ranks, device=asked.device)
     recipe.check(asked.config, plan)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gossamer.prune._expert_distance import expert_distances
 from gossamer.prune._kept import Kept
 from gossamer.prune._matrices import Found, Matrix, find
-from gossamer.prune._observed import InputStatistics, observing
+from gossamer.prune._observed import InputStatistics, observing, weighed
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
@@ -40,6 +40,7 @@ __all__ = [
     "expert_distances",
     "names",
     "prune",
+    "weighed",
 ]
 
 KEY = "prune"

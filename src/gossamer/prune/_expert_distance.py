@@ -3,7 +3,8 @@
 Equation: L = CE + lambda D,    D = sum_layers sum_experts mean (E_teacher(x) - E_student(x))^2
 Symbols:  x what the student's router sends to an expert, E an expert's output before the router's weight. The teacher
           has no gradient; an expert without tokens adds nothing.
-Source:   Xie, Zhang, Cai, Xu, Zhang, Shen, MoE-Pruner, 2024, arXiv:2410.12013 (section 3; masks stay as they are).
+Source:   Xie, Zhang, Zhou, Xie, Song, Liu, Wang, Lin, Xu, MoE-Pruner, 2024, arXiv:2410.12013 (section 3; masks
+          stay as they are).
 """
 
 from __future__ import annotations

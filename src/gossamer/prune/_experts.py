@@ -48,8 +48,13 @@ def fused_experts(module: nn.Module) -> Iterator[FusedExperts]:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module holds a parameter with three dimensions, as matrices of several experts."""
-    return any(one is not None and one.dim() == 3 for one in module._parameters.values())
+    """Return whether a module holds a parameter with three dimensions, as matrices of several experts.
+
+    Those of torch's own layers are none: kernels of convolutions, a bilinear form.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return False
+    return any(one is not None and one.dim() == 3 and len(one) > 1 for one in module._parameters.values())
 
 
 def _is_described(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.layer_input import layer_input
 from gossamer.prune._experts import (
     FusedExperts,
     ListedExperts,
@@ -61,6 +62,12 @@ class InputStatistics:
         self.squares += rows.square().sum(0).to(self.squares.device)
 
 
+def weighed(weight: Tensor, seen: InputStatistics | None) -> Tensor:
+    """Return |W_ij| ||x_j g||_2 of a weight (out, in), in float64; |W_ij| where nothing reached the layer."""
+    found = weight.double().abs()
+    return found if seen is None else found * seen.norms
+
+
 @contextmanager
 def observing(found: Found, *, weighs_by_gate: bool) -> Iterator[dict[str, InputStatistics]]:
     """Collect the statistics of all matrices in `found` inside this context, by name of the matrix."""
@@ -87,13 +94,8 @@ def _hook(stack: ExitStack, handle: Any) -> None:
     stack.callback(handle.remove)
 
 
-def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    found: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return found
-
-
 def _add(seen: InputStatistics, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    seen.add(_input(args, kwargs), None)
+    seen.add(layer_input(args, kwargs), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +182,7 @@ class _ListWatch:
 
     def _meet(self, linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A copy: what follows may write to it in place.
-        self.open[-1].reached.append((self.of[id(linear)], _input(args, kwargs).detach().clone()))
+        self.open[-1].reached.append((self.of[id(linear)], layer_input(args, kwargs).detach().clone()))
 
     def _leave(self, expert: nn.Module, args: Any, output: Any) -> Tensor:
         if not isinstance(output, Tensor):

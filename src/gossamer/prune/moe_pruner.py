@@ -5,7 +5,7 @@ Symbols:  W (out, in) weight of an expert; x_j its input feature j over the cali
           the router's weight of the expert for each of these tokens. For the last matrix of an expert x is the inner
           activation, times the same g.
 State:    the sum of (g x_j)^2 of each matrix in float64, added batch by batch, whose order does not matter.
-Source:   Xie, Zhang, Cai, Xu, Zhang, Shen, 2024, arXiv:2410.12013 (section 3).
+Source:   Xie, Zhang, Zhou, Xie, Song, Liu, Wang, Lin, Xu, 2024, arXiv:2410.12013 (section 3).
 g is what the model itself multiplies with the expert's output, after its own normalization over the chosen experts. A
 constant g gives Wanda's masks. Linear layers outside of the experts are pruned by Wanda. An expert that no token
 reaches is pruned by magnitude, and reported.
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.prune import InputStatistics, Kept, Pruning
+from gossamer.prune import InputStatistics, Kept, Pruning, weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,5 +36,4 @@ class MoePruner(Pruning):
         Kept.of(self.sparsity, self.pattern)
 
     def scores(self, weight: Tensor, seen: InputStatistics | None) -> Tensor:
-        found = weight.double().abs()
-        return found if seen is None else found * seen.norms
+        return weighed(weight, seen)

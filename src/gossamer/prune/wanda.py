@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.prune import InputStatistics, Kept, Pruning
+from gossamer.prune import InputStatistics, Kept, Pruning, weighed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,5 +32,4 @@ class Wanda(Pruning):
         Kept.of(self.sparsity, self.pattern)
 
     def scores(self, weight: Tensor, seen: InputStatistics | None) -> Tensor:
-        found = weight.double().abs()
-        return found if seen is None else found * seen.norms
+        return weighed(weight, seen)

@@ -7,7 +7,7 @@ which minimizes, one column at a time, |W X - W' X|^2 = sum over rows of (w - w'
 Columns are taken in blocks, at whose end the columns behind are updated at once. A group's grid is that of its weights
 when its first column is reached (`order` given), or of the weights as they were (`order` activation, which takes the
 columns by falling mean square of their input, while neighbors share a grid).
-Work: in^3 + out in^2 flop.   Memory: three matrices of (in, in) in float64.
+Work: in^3 + out in^2 flop.   Memory: four matrices of (in, in) in float64, with the moments.
 Unlike the paper: a row that its updates made worse on the calibration inputs than rounding to nearest is rounded to
 nearest, so that no row is; an input that is always zero (a dead one) keeps its weights rounded to nearest, where the
 paper sets them to zero; where the factor does not exist, the damping d grows tenfold, up to 1. What was done is said.
@@ -83,14 +83,15 @@ class Gptq(Quantizer):
         mean = hessian.diagonal().mean()
         damping = self.damping
         while damping <= _MOST_DAMPING:
-            damped = hessian.clone()
-            damped.diagonal().add_(damping * mean)
-            damped.diagonal()[dead] = mean
-            lower, failed = torch.linalg.cholesky_ex(damped[order][:, order])
+            factor = hessian.clone() if self.order == "given" else hessian[order][:, order]
+            factor.diagonal().add_(damping * mean)
+            factor.diagonal()[dead[order]] = mean
+            factor, failed = torch.linalg.cholesky_ex(factor)  # one name, so that none of them outlives its use
             if not bool(failed):
-                upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-                if not bool(failed) and bool(upper.isfinite().all()):
-                    return upper.float(), damping
+                factor = torch.cholesky_inverse(factor)
+                factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
+                if not bool(failed) and bool(factor.isfinite().all()):
+                    return factor.float(), damping
             damping *= 10
         raise bad_input(
             wanted="calibration inputs whose second moments, with damping, are positive definite",

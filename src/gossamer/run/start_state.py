@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,17 @@ _OF_ANY_RULE = frozenset({"main", "master", "common", _KEPT})  # slots beside th
 class StartState:
     """The start folder of a run, and the names of the methods that take over its state.
 
-    optimizer, adapter: as the configuration writes them; keeps_masks: whether one of them keeps zeros of masks;
+    optimizer, adapter: as the configuration writes them; holds_masks: whether the optimizer holds the zeros of masks;
+    trained: names of all trained parameters; added_to: of those to which an adapter adds that keeps no zeros;
     trains_beside: what is trained is beside the folder's parameters, an adapter or a side network.
     """
 
     folder: StartFolder
     optimizer: Written
     adapter: Written
-    keeps_masks: bool
+    holds_masks: bool
+    trained: Collection[str]
+    added_to: Collection[str] = ()
     trains_beside: bool = False
 
     def take_over(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -40,22 +43,30 @@ class StartState:
         another shape.
         """
         yield from self._moments(states, progress)
+        yield from self._masks(states)
+
+    def _masks(self, states: ShardedOptimizer) -> Iterator[tuple[str, str]]:
+        """Give the optimizer that holds them the masks of what it trains; say which zeros nobody keeps."""
         masks = self.folder.kinds(MASKS)
-        held = {name: tensor for slot, name, _, tensor in states.slots() if slot == _KEPT}
-        if masks and held:
+        trained = [name for name in masks if name in self.trained]
+        if trained and self.holds_masks:
             for slot, name, rows, tensor in states.slots():
                 if slot == _KEPT and name in masks:
                     self._take(slot, name, rows, tensor, MASKS)
-            yield "info", f"holds the zeros of the masks of {self.folder.path} in {len(masks)} parameters"
-        if masks and not self.keeps_masks:
-            names = " and ".join(
-                f"{key} {MethodConfig.parse(one).name}"
-                for key, one in (("train.optimizer", self.optimizer), ("model.adapter", self.adapter))
-            )
+            yield "info", f"holds the zeros of the masks of {self.folder.path} in {len(trained)} parameters"
+        elif trained:
             yield (
                 "warning",
-                f"{self.folder.path} has masks of {len(masks)} parameters, which {names} do not keep: "
-                "elements that were pruned to 0 are trained like all others",
+                f"{self.folder.path} has masks of {_some(trained)}, which train.optimizer "
+                f"{MethodConfig.parse(self.optimizer).name} does not keep: elements that were pruned to 0 are trained "
+                "like all others",
+            )
+        if added := [name for name in masks if name in self.added_to]:
+            yield (
+                "warning",
+                f"{self.folder.path} has masks of {_some(added)}, which model.adapter "
+                f"{MethodConfig.parse(self.adapter).name} does not keep: what it adds fills elements that were pruned "
+                "to 0 (mask_lora and scale_lora keep them)",
             )
 
     def _moments(self, states: ShardedOptimizer, progress: Progress) -> Iterator[tuple[str, str]]:
@@ -98,3 +109,7 @@ class StartState:
                 key=self.folder.key,
             )
         tensor.copy_(own)
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{len(names)} parameters ({names[0]}{', ...' if len(names) > 1 else ''})"

@@ -169,13 +169,7 @@ def _merged(path: str, layer: Any) -> nn.Module:
     """Return the layer that computes what `layer` does, without an adapter; of a layer in blocks, one with a matrix."""
     base = layer.get_base_layer()
     if isinstance(base, QuantizedLinear):
-        if base.is_turned:
-            raise BadInput(f"{path} is a Conv1D in blocks, which cannot be merged: export with --to peft", key=_KEY)
-        whole = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, dtype=base.dtype)
-        whole.weight.copy_(base.weight + layer.get_delta_weight(ADAPTER).to(base.dtype))
-        if base.bias is not None:
-            whole.bias = base.bias
-        return whole.train(base.training)
+        return base.plain(base.weight + layer.get_delta_weight(ADAPTER).to(base.dtype))
     if not (type(base).forward is nn.Linear.forward or is_conv1d(base)):
         kind = f"a {type(base).__module__}.{type(base).__qualname__}, which computes otherwise than a linear layer"
         raise BadInput(f"{path} is {kind}: its adapter cannot be merged. Export with --to peft", key=_KEY)

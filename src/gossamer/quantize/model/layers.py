@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.forward_adapter import ForwardAdapter
+from gossamer.model.layer_input import layer_input
 from gossamer.model.quantize_base import linear_names, put
 from gossamer.model.quantized_linear import QuantizedLinear, weight_of
 from gossamer.model.units import block_names
@@ -225,9 +226,9 @@ def _listening(module: nn.Module, names: Sequence[str], heard: Callable[[str, Te
     """Call `heard` with the name and the input of every call of these layers, inside the `with` block."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda layer, args: _nothing(heard(name, args[0]))
+        return lambda layer, args, kwargs: _nothing(heard(name, layer_input(args, kwargs)))
 
-    hooks = [module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
+    hooks = [module.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
     try:
         yield
     finally:
