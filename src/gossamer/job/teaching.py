@@ -324,10 +324,10 @@ class _FirstLook(Loss):
         own = loss_of(output)
         if own is not None and int(self.weight(batch)):
             logits, labels = self.taught.predictions(output, batch)
-            plain = float(mean_cross_entropy(logits.flatten(0, -2), labels.flatten()).detach())
+            plain = mean_cross_entropy(logits.flatten(0, -2), labels.flatten()).item()
             rounding = 1e-4 if logits.dtype is torch.float32 else 1e-2
-            if abs(float(own) - plain) > rounding * max(1.0, plain):
-                raise own_terms(f"a loss of {float(own):.6g} where the cross-entropy is {plain:.6g}")
+            if abs(own.item() - plain) > rounding * max(1.0, plain):
+                raise own_terms(f"a loss of {own.item():.6g} where the cross-entropy is {plain:.6g}")
         return self.taught.apart(output, batch, 1.0)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
