@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -38,8 +38,6 @@ class Hidden(Loss):
     mse and cosine are means over tokens, exact on any number of ranks and micro-batches. mi_alpha compares the tokens
     of one micro-batch with each other: it depends on how a batch is divided.
     """
-
-    needs_teacher: ClassVar[bool] = True
 
     output: Loss
     by: HiddenMatch = field(default_factory=Mse)
