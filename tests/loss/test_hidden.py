@@ -64,7 +64,7 @@ def mi(alpha: float, width: int) -> Callable[[Tensor, Tensor, Maps], Tensor]:
         ({"mi_alpha": {"alpha": 1.0, "width": 3}}, mi(1.0, 3)),
         ({"mi_alpha": {"alpha": 0.0, "width": 3}}, mi(0.0, 3)),
     ],
-    ids=str,
+    ids=["mse", "cosine", "mi 0.7", "mi 1", "mi 0"],
 )
 def test_values_and_gradients_are_those_of_the_equations(
     written: Any, by_hand: Callable[[Tensor, Tensor, Maps], Tensor]

@@ -116,6 +116,17 @@ def test_a_teacher_that_is_kept_is_the_teacher(pool: Pool, teacher: str, tmp_pat
     assert not list(file.parent.glob("*.part"))
 
 
+def test_a_teacher_on_some_ranks_is_the_teacher_on_all(pool: Pool, tmp_path: Path, teacher: str) -> None:
+    """Two of three ranks have it, at a place of their own; all train on the words that these send."""
+    found = {}
+    for name, ranks in (("all", ()), ("some", (0, 2))):
+        given = {"kl": {"teacher": teacher, "top_k": 4, "teacher_ranks": ranks}}
+        found[name] = train(pool, 3, tmp_path / name, sections(given))
+    assert torch.equal(torch.tensor(found["all"][0]["values"]), torch.tensor(found["some"][0]["values"]))
+    assert losses(tmp_path / "some") == losses(tmp_path / "all")
+    assert course(tmp_path / "some")["teacher"] == course(tmp_path / "all")["teacher"] != f"{0:012x}"
+
+
 @pytest.mark.nightly
 def test_few_words_bound_the_divergence_from_below(pool: Pool, teacher: str, tmp_path: Path) -> None:
     found = []
@@ -148,6 +159,8 @@ def test_another_vocabulary_is_refused(pool: Pool, tmp_path: Path) -> None:
         ({"kl": {"teacher": "nowhere"}}, {}, {}, "'nowhere', which does not exist"),
         ({"taid": {"teacher": "x"}}, {"sync": {"local_sgd": {"sync_every": 2}}}, {}, "plan.sync every_step with taid"),
         ({"taid": {"teacher": "x"}}, {}, {"seconds": 5}, "train.steps alone with taid"),
+        ({"kl": {"teacher": "x", "top_k": 2, "teacher_ranks": [1]}}, {}, {}, "teacher_ranks of those that compute the"),
+        ({"kl": {"teacher": "x", "teacher_ranks": [0]}}, {}, {}, "top_k with teacher_ranks"),
         ({"kl": {"teacher": "x"}}, {"savers": ["cut_cross_entropy"]}, {}, "computes its logits in tiles"),
     ],
 )

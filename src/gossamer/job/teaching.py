@@ -90,27 +90,31 @@ def taught(
 ) -> tuple[RankJob, ModelRuntime]:
     """Return the job and the model with the teacher in the loss, where the loss has one; `ending` undoes it.
 
-    The teacher is on the ranks that compute the loss, those of the last stage. Raises BadInput.
+    The teacher is on the ranks that compute the loss, those of the last stage, or on some of them. Raises BadInput.
     """
     inner, parts = distillation_in(job.parts.objective), job.parts
     if inner is None:
         return job, engine
     job.at(0, "teacher")
     is_last = parts.cut is None or len(parts.cut.parts) - 1 in parts.cut.stages
+    holds = is_last and (not inner.teacher_ranks or pump.channel.rank in inner.teacher_ranks)
     teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
-    if is_last:
+    if holds:
         found = find_teacher(inner.teacher)
         digest = _digest(found.module)
         words, remarks = compared(found, parts)
         teacher = _ready(found.module, parts, engine)
+    if is_last:
         remarks += _tiled(engine, parts, teacher, ending)
-    named = f"{int(gathered(pump.channel, [digest]).max()):012x}"
+    mine = [digest, 0.0 if teacher is None else float(teacher.width), float(words or 0)]
+    most, width, counted = (int(one) for one in gathered(pump.channel, mine).max(0).values)
+    words, named = counted or None, f"{most:012x}"
     course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
     loss = TaughtLoss(
         inner=inner,
         teacher=teacher,
         course=course,
-        width=0 if teacher is None else teacher.width,
+        width=width,
         words=words,
         computes=is_last,
     )
@@ -231,11 +235,15 @@ def _ready(module: nn.Module, parts: Parts, engine: ModelRuntime) -> Teacher:
         return replace(teacher, width=teacher.rows(rows, rows["labels"].ndim + 1).width)
 
 
-def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher, ending: ExitStack) -> list[records.Event]:
-    """Let both heads leave their logits to the loss; return what is to be said where one does not."""
+def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher | None, ending: ExitStack) -> list[records.Event]:
+    """Let the heads of both, where they are here, leave their logits to the loss; return what is to be said where one
+    does not.
+    """
     remarks = list[records.Event]()
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
-    asked = {"its": (teacher.module, teacher.caller), "the student's": (engine.module, engine.caller)}
+    asked = {"the student's": (engine.module, engine.caller)}
+    if teacher is not None:
+        asked = {"its": (teacher.module, teacher.caller), **asked}
     for whose, (module, caller) in asked.items():
         is_student, is_cut = module is engine.module, parts.cut is not None
         if is_student and parts.recipe.sharding.takes_parameters:

@@ -53,6 +53,7 @@ class Distillation(Loss):
     label_weight: float
     tile_tokens: int
     top_k: int
+    teacher_ranks: tuple[int, ...]
 
     def check(self) -> None:
         """Raise BadInput for wrong settings."""
@@ -62,6 +63,13 @@ class Distillation(Loss):
         if self.top_k < 0:
             do = "give how many words of the teacher to keep, or 0 to run it beside the student"
             raise bad_input(wanted="0 or more words", got=str(self.top_k), do=do, key="top_k")
+        if self.teacher_ranks and not self.top_k:
+            raise bad_input(
+                wanted="top_k with teacher_ranks, as the other ranks get the teacher's words and not all its logits",
+                got="top_k 0",
+                do="write top_k: 32, or leave teacher_ranks out",
+                key="teacher_ranks",
+            )
 
     @abstractmethod
     def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:

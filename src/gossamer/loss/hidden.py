@@ -21,6 +21,7 @@ from gossamer.loss import Loss
 from gossamer.loss._distillation import Distillation
 from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.loss.hidden_match.mse import Mse
+from gossamer.loss.kl import Kl
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import positive
 
@@ -39,7 +40,7 @@ class Hidden(Loss):
     of one micro-batch with each other: it depends on how a batch is divided.
     """
 
-    output: Loss
+    output: Loss = field(default_factory=Kl)
     by: HiddenMatch = field(default_factory=Mse)
     layers: Literal["skip", "last"] = "skip"
     pairs: int = 0

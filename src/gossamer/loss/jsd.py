@@ -34,6 +34,7 @@ class Jsd(Distillation):
     label_weight: float = 0.0
     tile_tokens: int = 256
     top_k: int = 0
+    teacher_ranks: tuple[int, ...] = ()
     beta: float = 0.5
 
     def __post_init__(self) -> None:

@@ -25,6 +25,8 @@ class Kl(Distillation):
     top_k         0: the teacher runs beside the student. Above: before step 1 it runs once over the training data, its
                   most probable words are kept in a file and in memory, 8 top_k + 4 bytes a token, and it is freed; all
                   other words count as one
+    teacher_ranks ranks that hold the teacher; empty: all that compute the loss. Others get the words of top_k from
+                  them: a teacher may be on the hosts alone that have its folder, and memory for it
     """
 
     teacher: str = ""
@@ -32,6 +34,7 @@ class Kl(Distillation):
     label_weight: float = 0.0
     tile_tokens: int = 256
     top_k: int = 0
+    teacher_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.check()

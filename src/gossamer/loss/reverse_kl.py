@@ -25,6 +25,7 @@ class ReverseKl(Distillation):
     label_weight: float = 0.0
     tile_tokens: int = 256
     top_k: int = 0
+    teacher_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.check()

@@ -44,6 +44,7 @@ class Taid(Distillation):
     label_weight: float = 0.0
     tile_tokens: int = 256
     top_k: int = 0
+    teacher_ranks: tuple[int, ...] = ()
     t_start: float = 0.4
     t_end: float = 1.0
     alpha: float = 5e-4

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
 from gossamer.loss._distillation import Distillation
@@ -45,7 +46,7 @@ class KeptTeacherBatches(WidenedBatches):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherPass:
-    """The pass of a teacher over the training data. All ranks make it together; those with a `teacher` compute.
+    """The pass of a teacher over the training data. All ranks make it together; those with a `teacher` divide it.
 
     `words`: logits that count, None: all; `digest`, `data`: of the teacher and of the data; `tell`: takes a message for
     the user.
@@ -77,15 +78,15 @@ class TeacherPass:
         return KeptTeacherBatches(self.parts.train, kept)
 
     def _computed(self, count: int, k: int) -> Tensors:
-        replica, _ = self.parts.plan.axes.place(self.pump.channel.rank)
+        holds = gathered(self.pump.channel, [float(self.teacher is not None)])[:, 0]
+        before, holders = int(holds[: self.pump.channel.rank].sum()), int(holds.sum())
         found = list[Tensor]()
         for rows in row_slices(count, _TOGETHER):
             self.at(0, "teacher")
             every = np.arange(rows.start, rows.stop)
-            mine = part(len(every), replica, self.parts.plan.mesh.replica)
             batch = self.parts.train.batch(every)
             both = torch.zeros(*batch["labels"].shape, 2 * k + 1, device=self.parts.device)
-            if self.teacher is not None and len(mine):
+            if self.teacher is not None and len(mine := part(len(every), before, holders)):
                 some = {name: one[mine.start : mine.stop] for name, one in batch.items()}
                 both[mine.start : mine.stop] = self._of(moved(some, self.parts.device), k)
             (sums,) = self.pump.channel.start(Message((both.view(-1),), Collective.SUM)).wait()

@@ -75,6 +75,7 @@ LAWS: tuple[Law, ...] = (
     side.side_alone,
     side.tokens_with_loss,
     distillation.teacher_with_training,
+    distillation.teacher_with_ranks,
     distillation.course_with_training,
     distillation.hidden_states_alone,
     sync.proof_with_sync,

@@ -69,6 +69,24 @@ def teacher_with_training(recipe: Recipe) -> BadInput | None:
     return None
 
 
+def teacher_with_ranks(recipe: Recipe) -> BadInput | None:
+    """Return an error for ranks that are to hold a teacher, and are not there or compute no loss."""
+    loss = distillation_in(recipe.loss_of(recipe.config))
+    if loss is None or not loss.teacher_ranks:
+        return None
+    able = recipe.plan.axes.groups("replica")[-1]
+    wrong = [rank for rank in loss.teacher_ranks if rank not in able]
+    if not wrong:
+        return None
+    name = MethodConfig.parse(recipe.config.train.loss).name
+    return bad_input(
+        wanted=f"teacher_ranks of those that compute the loss: {', '.join(map(str, able))}",
+        got=", ".join(map(str, wrong)),
+        do="name others, or leave teacher_ranks out",
+        key=f"{_KEY}.{name}.teacher_ranks",
+    )
+
+
 def course_with_training(recipe: Recipe) -> BadInput | None:
     """Return an error for an adaptive distillation where its course would not be the same on all ranks, or not end."""
     loss, config = distillation_in(recipe.loss_of(recipe.config)), recipe.config
