@@ -13,6 +13,8 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
 from gossamer.model.quantize_base import linear_names
 from gossamer.model.quantized_linear import QuantizedLinear, quantized_layers
+from gossamer.prune import apply_masks, prune
+from gossamer.prune import build as pruning
 from gossamer.quantize import build
 from gossamer.quantize.model.layers import Calibration, quantize_layers
 from gossamer.spec.config import ModelSection
@@ -53,6 +55,21 @@ def test_linear_layers_become_integers_and_the_others_stay(kind: str, by: str) -
     assert all(one.output_error is not None and one.output_error < 0.02 for one in report.layers)
     assert report.bits_per_weight == 9
     assert any("embed" in name or "wte" in name for name in report.kept)
+
+
+@pytest.mark.parametrize(
+    ("by", "symmetric", "keeps"),
+    [("gptq", False, False), ("round_to_nearest", False, False), ("round_to_nearest", True, True)],
+)
+def test_zeros_of_a_pruned_model_that_fill_are_said(by: str, symmetric: bool, keeps: bool) -> None:
+    module = model("plain")
+    masks = prune(module, pruning("magnitude")).masks
+    apply_masks(module, masks)
+    quantizer = build({by: {"bits": 4, "group": 32, "symmetric": symmetric}})
+    report = quantize_layers(module, quantizer, calibration(module))
+    for one in report.layers:
+        zeros = quantized_layers(module)[one.name].weight[~masks[f"{one.name}.weight"]] == 0
+        assert one.zeros_filled == int((~zeros).sum()) and (one.zeros_filled == 0) == keeps
 
 
 def test_a_layer_that_is_called_by_name_is_calibrated() -> None:

@@ -15,6 +15,7 @@ from gossamer.spec.units import show_bytes, show_seconds
 from gossamer.view.screen import Screen
 
 _SHOWN = 6  # layers, those of the largest errors
+_MANY_ZEROS = 0.001  # share of all weights
 _NAME_FILES = "name files after the model"
 
 
@@ -101,7 +102,19 @@ def _told(data: Mapping[str, Any]) -> str:
     ]
     said += [losses_told(data["texts"], name_files=_NAME_FILES), _worst(layers)]
     said += [f"note: {name}: {one}" for name, one in _remarks(layers)]
-    return "\n".join([*said, *_told_of_target(data)])
+    return "\n".join([*said, *_told_of_zeros(layers), *_told_of_target(data)])
+
+
+def _told_of_zeros(layers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a note on weights of a pruned model that are not 0 any more; some are 0 by chance in any model."""
+    filled = sum(one["zeros_filled"] for one in layers)
+    share = filled / sum(one["shape"][0] * one["shape"][1] for one in layers)
+    if share < _MANY_ZEROS:
+        return []
+    return [
+        f"note: {share:.0%} of the weights were 0, as a pruned model has them, and are not any more "
+        "(--by round_to_nearest --symmetric keeps zeros)"
+    ]
 
 
 def _told_of_subnet(data: Mapping[str, Any]) -> list[str]:

@@ -238,6 +238,7 @@ def _layers(report: QuantizeReport) -> list[dict[str, Any]]:
             "bits_per_weight": one.bits_per_weight,
             "weight_error": one.weight_error,
             "output_error": one.output_error,
+            "zeros_filled": one.zeros_filled,
             "said": one.said,
         }
         for one in report.layers

@@ -34,7 +34,8 @@ class QuantizedLayer:
     """A layer that was quantized: the shape of its weight, the bytes of its integers and scales, and errors.
 
     `weight_error`: |W - W'| / |W|; `output_error`: |X (W - W')^T| / |X W^T| over the calibration inputs X, None without
-    any (Frobenius norms). `said`: what is worth telling.
+    any (Frobenius norms). `zeros_filled`: weights that were 0, as in a pruned model, and are not any more. `said`: what
+    is worth telling.
     """
 
     name: str
@@ -42,6 +43,7 @@ class QuantizedLayer:
     nbytes: int
     weight_error: float
     output_error: float | None
+    zeros_filled: int
     said: str
 
     @property
@@ -142,6 +144,7 @@ def _quantize(module: nn.Module, name: str, quantizer: Quantizer, moments: Tenso
         nbytes=encoded.blocks.nbytes,
         weight_error=float(apart.norm() / exact.norm().clamp_min(1e-300)),
         output_error=None if moments is None else _relative(apart, exact, moments),
+        zeros_filled=int(((exact == 0) & (made != 0)).sum()),
         said=encoded.said,
     )
 
