@@ -125,6 +125,28 @@ def test_a_gguf_file_holds_the_same_numbers_as_the_folder(place: Path, tmp_path:
         assert torch.equal(theirs.get_submodule(name).weight, one.weight), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [
+        ("llama", {**SIZES, "hidden_size": 64, "intermediate_size": 72}, "72 in model.layers.0.mlp.down_proj"),
+        ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}, "GPT2LMHeadModel"),
+    ],
+)
+def test_a_model_without_a_gguf_file_is_refused_before_anything_is_computed(
+    place: Path, tmp_path: Path, kind: str, config: dict[str, Any], said: str
+) -> None:
+    origin = origin_of(ModelSection(hf=kind, config=config)).fitted_to_tokenizer(VOCABULARY, 256)
+    export_hf(origin.build(0), origin, Bytes(), tmp_path / "model")
+    by = {"round_to_nearest": {"bits": 4, "group": 32}}
+    request = QuantizeRequest(
+        source=tmp_path / "model", by=by, data=(str(place / "text.txt"),), sequence=32, out=tmp_path / "out.gguf"
+    )
+    told: list[str] = []
+    with pytest.raises(BadInput, match=said):
+        quantize_model(request, lambda what, done, total: told.append(what))
+    assert not told and not (tmp_path / "out.gguf").exists()
+
+
 def test_integers_without_a_gguf_type_are_refused_before_anything_is_computed(place: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"--bits 4 --group 32"):
         quantized(place, {"gptq": {"bits": 3}}, tmp_path / "out.gguf")

@@ -28,7 +28,7 @@ from gossamer.job.whole_model import (
 )
 from gossamer.model.bit_widths import Widths, best_widths
 from gossamer.model.export import export_hf
-from gossamer.model.export_gguf import export_gguf
+from gossamer.model.export_gguf import check_gguf, export_gguf
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
 from gossamer.model.packed_gguf import gguf_type
@@ -92,6 +92,8 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
             key=FILES,
         )
     module = source.ready()
+    if request.out is not None and request.out.suffix == ".gguf":
+        check_gguf(module, source.origin, source.tokenizer)
     bytes_before = _stored_bytes(module, source.dtype)
     before = mean_losses(module, source.loss, measured, progress, "before")
     batches = list(calibration_batches(calibration, next(module.parameters()).device))

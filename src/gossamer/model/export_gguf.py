@@ -23,9 +23,10 @@ from gossamer.model.gguf_architecture import (
     sizes_of,
 )
 from gossamer.model.packed_gguf import gguf_rows, gguf_type
+from gossamer.model.quantize_base import linear_names
 from gossamer.model.quantized import Blocks
 from gossamer.model.quantized.packed import Packed
-from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
+from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers, weight_of
 from gossamer.model.side_folder import check_mergeable
 from gossamer.model.source import ModelSource
 from gossamer.spec.errors import bad_input
@@ -76,6 +77,22 @@ def export_gguf(
     file_bytes = write_gguf(target, architecture.name, fields, tensors, contents)
     notes = [*sizes.notes, *vocabulary.notes, *_kept_wide(tensors, kind)]
     return {"bytes": file_bytes, "tensors": len(tensors), "type": kind, "notes": notes}
+
+
+def check_gguf(module: nn.Module, origin: ModelSource | None, tokenizer: Tokenizer | None) -> None:
+    """Raise BadInput for what `export_gguf` would refuse of a model whose linear layers will be held as integers."""
+    sizes_of(module, architecture_of(module))
+    _vocabulary(module, origin, tokenizer)
+    _held(module)
+    for name in linear_names(module):
+        columns = weight_of(module.get_submodule(name)).shape[1]
+        if columns % _BLOCK:
+            raise bad_input(
+                wanted=f"rows of a multiple of {_BLOCK} weights, for a GGUF file of integers",
+                got=f"{columns} in {name}",
+                do="write a folder, and export that with --to gguf --type f16",
+                key="--out",
+            )
 
 
 def _title(target: Path) -> str:
