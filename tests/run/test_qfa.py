@@ -63,7 +63,7 @@ def test_a_trained_run_is_quantized_and_a_supernet_gives_subnets_by_budget(tmp_p
     found = verbs.quantize(run, by="gptq", bits=4, out=tmp_path / "four", sequences=8, calibration=8)
     assert found["texts"][0]["text"] == "held" and abs(found["loss_after"] - found["loss_before"]) < 0.1
     assert verbs.evaluate(tmp_path / "four", [tmp_path / "text.txt"], sequence=32, sequences=4)["loss"] < 6
-    with pytest.raises(BadInput, match="leave --budget out"):
+    with pytest.raises(BadInput, match="leave it out, and say --bits"):
         verbs.quantize(run, budget=3.0)
     verbs.export(run, tmp_path / "base")
     model = {"hf": str(tmp_path / "base"), "adapter": QFA}
