@@ -64,7 +64,6 @@ def test_below_a_billion_the_equation_asks_for_more_than_there_is_and_is_held() 
         (Plain, {"layers": 4, "width": 48}, "the same residual stream in both models"),
         (Plain, {"layers": 4, "hidden": 72}, "the same hidden units in both models"),
         (Plain, {"layers": 1}, "larger than its source"),
-        (lambda **keys: Plain(**{"layers": 0, **keys}), {"layers": 2}, "models with repeated blocks"),
     ],
 )
 def test_what_cannot_be_stacked_is_refused_by_name(make: Any, large: Any, said: str) -> None:

@@ -115,17 +115,6 @@ def test_moments_of_new_blocks_start_anew() -> None:
     assert sums[0] == sums[2] > 0 == sums[1] == sums[3]
 
 
-def test_squares_of_new_blocks_are_their_sources_mean() -> None:
-    """Updates are counted on: with squares of 0 the first ones would be several times as large."""
-    source, target = Plain(), Plain(layers=4)
-    moments = {f"square/{n}": torch.rand_like(p) for n, p in source.named_parameters()}
-    found = grow.build("lemon").grow(task_of(source, target, moments=moments, degrees={"square": 2})).moments
-    for new, old in ((1, 0), (3, 1)):
-        mean = moments[f"square/blocks.{old}.up.weight"].mean()
-        assert torch.allclose(found[f"square/blocks.{new}.up.weight"], mean.expand(36, 24))
-    assert all(bool((one > 0).all()) for one in found.values())
-
-
 def test_duplicates_are_equal_before_and_differ_after_one_step() -> None:
     """Of the hidden units, unit 0 is there as number 36 too; readers tell the two apart."""
     _, target, _ = grown(Plain, {}, {"hidden": 80}, "lemon")

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,7 +28,6 @@ from gossamer.settings.phases import KEY, Phase, of_phase, phases_of
 from gossamer.settings.resolve import value_at
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
-from gossamer.spec.method_config import told
 from gossamer.spec.unread_keys import check_given
 from gossamer.view.run_directory import RunDirectory, find_run, newest_like
 from gossamer.view.run_lock import held
@@ -127,11 +124,10 @@ def _check_is_here(config: RunConfig, plan: Path | None, *, is_elsewhere: bool) 
 
 def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     """Return the dry run of each phase. Raises BadInput, with the phase's name, for one that cannot run."""
-    from gossamer.job.phase_checks import check_fits, check_masks, check_tokenizers, look_at, starts_with_masks
+    from gossamer.job.phase_checks import check_fits, check_tokenizers, look_at
     from gossamer.settings.methods import check_names
 
     found: list[Any] = []
-    has_masks = False
     for phase in phases:
         config = phase.config
         try:
@@ -144,42 +140,17 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
             look = look_at(config)
             check_fits(look)
             if found:
-                _check_source(found[-1].config, phase)
+                _check_source(found[-1].config)
                 check_tokenizers(found[-1], look)
                 transition.check(found[-1], look, phase.by or "")
-            has_masks = (phase.by is not None and transition.makes_masks) or (phase.by is None and has_masks)
-            if found:
-                check_masks(look, has_masks=has_masks)
-            else:
-                has_masks = starts_with_masks(look)
         except BadInput as error:
-            raise of_phase(located(_in_phase(error, phase), phase.resolved.origin), phase.name) from error
+            raise of_phase(located(error, phase.resolved.origin), phase.name) from error
         found.append(look)
     made = [None, *(phase.by or "the weights of the phase before" for phase in phases[1:])]
     return [({"by": by} if by else {}) | dict(one.told) for by, one in zip(made, found, strict=True)]
 
 
-def _in_phase(error: BadInput, phase: Phase) -> BadInput:
-    """Return an error of a command about the key of a phase that says the same."""
-    key = {"--by": phase.key("by"), "--to": "model", "CHECKPOINT": "model"}.get(error.key)
-    return error if key is None else BadInput(error.message, key=key)
-
-
-def _check_source(before: RunConfig, phase: Phase) -> None:
-    if before.model.side != "none":
-        raise bad_input(
-            wanted="a phase before without a side network, which no weight of the model can hold",
-            got=f"model.side {told(before.model.side)}",
-            do="make it the last phase, or train it with model.adapter",
-            key="model.side",
-        )
-    if before.model.adapter != "none" and phase.by is not None:
-        raise bad_input(
-            wanted=f"a phase before {told(phase.by)} that trains the model's own weights",
-            got=f"model.adapter {told(before.model.adapter)}",
-            do="write a phase without `by` between them, which merges the adapter",
-            key=phase.key("by"),
-        )
+def _check_source(before: RunConfig) -> None:
     if before.model.base != "full":
         raise bad_input(
             wanted="a phase before whose weights are whole, model.base full",
@@ -207,7 +178,7 @@ def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
                     f"go on with: gossamer resume {directory.path}"
                 ) from None
             except BadInput as error:
-                raise of_phase(_in_phase(error, phase), phase.name) from error
+                raise of_phase(error, phase.name) from error
         one = summarize(phase.directory)
         told.append({"name": phase.name, "by": phase.by} | {key: one[key] for key in _FIGURES})
     last = summarize(phases[-1].directory)
@@ -227,15 +198,10 @@ def _say_unchanged(phase: Phase) -> None:
 
 
 def _prepare(phase: Phase, before: Phase | None) -> None:
-    """Write the start folder of a phase that has not begun; one that is there may be of other settings."""
-    if phase.start is None or before is None or phase.directory.config_file.exists():
+    """Write the start folder of a phase where it is missing."""
+    if phase.start is None or before is None or phase.start.is_dir():
         return
-    if phase.config.run.display != "quiet":
-        how = "the weights of the phase before" if phase.by is None else f"{told(phase.by)} of the phase before"
-        sys.stderr.write(f"phase {phase.name}: making its start, {how}\n")
     with _stop_is_interrupted():
-        if phase.start.is_dir():
-            shutil.rmtree(phase.start)
         make_start(
             StartRequest(by=phase.by, source=before.directory.path, target=phase.config, out=phase.start.absolute())
         )

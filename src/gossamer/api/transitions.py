@@ -35,14 +35,10 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput.
-
-    makes_masks: whether the folder has masks.
-    """
+    """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput."""
 
     check: Callable[[PhaseLook, PhaseLook, Written], None]
     write: Callable[[StartRequest], Mapping[str, Any]]
-    makes_masks: bool = False
 
 
 def _same_shapes(before: PhaseLook, after: PhaseLook, by: Written) -> None:
@@ -102,7 +98,7 @@ def _quantized(asked: StartRequest) -> Mapping[str, Any]:
 CONTINUED = Transition(check=_same_shapes, write=_continued)
 TRANSITIONS: Mapping[str, Transition] = {  # by category
     "grow": Transition(check=_can_grow, write=_grown),
-    "prune": Transition(check=_same_shapes, write=_pruned, makes_masks=True),
+    "prune": Transition(check=_same_shapes, write=_pruned),
     "quantize": Transition(check=_can_quantize, write=_quantized),
 }
 

@@ -87,6 +87,7 @@ def distill(
     from gossamer.job.distillation_losses import losses_before
     from gossamer.settings import load, written_overrides
     from gossamer.settings.methods import check_names
+    from gossamer.spec.method_config import MethodConfig
     from gossamer.spec.records import Evaluation
 
     given = written_overrides(overrides)
@@ -101,8 +102,7 @@ def distill(
     check_names(resolved)
     losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))
     data = train_command(resolved)
-    last = data["phases"][-1] if data.get("phases") else data  # whose evaluations are the last ones
-    for one in RunDirectory(Path(last["directory"])).records():
+    for one in RunDirectory(Path(data["directory"])).records():
         if isinstance(one, Evaluation) and one.name in losses:
             losses[one.name]["student_after"] = one.loss
     return {**data, "distillation": {"teacher": str(teacher), "by": by, "losses": losses}}
@@ -412,6 +412,7 @@ def quantize(
     Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.quantization import QuantizeRequest, quantize_model
+    from gossamer.spec.method_config import MethodConfig
 
     method = MethodConfig.parse(by, key="--by")
     given = {"bits": bits, "group": group, "symmetric": symmetric, **method.parameters}

@@ -16,9 +16,8 @@ import torch
 from gossamer.grow import Grown, GrowthTask
 from gossamer.grow._dim_map import DimMap
 from gossamer.grow._grown import NORM_SCALE, NORM_SHIFT, GrowthMap, Mixture, Place, check_sizes, grow_tensors
-from gossamer.grow._stream import Stream, indivisible, without_blocks
+from gossamer.grow._stream import Stream, indivisible
 from gossamer.model.structure.model import STREAM
-from gossamer.spec.errors import bad_input
 
 
 def grouped(task: GrowthTask, *, method: str, shrinks: bool) -> Grown:
@@ -29,26 +28,14 @@ def grouped(task: GrowthTask, *, method: str, shrinks: bool) -> Grown:
     new = frozenset(range(len(blocks))) if len(blocks) != len(task.source.blocks) else frozenset[int]()
     found = grow_tensors(task, blocks, rule.map_of, new_blocks=new)
     said |= {"width": [rule.stream.before, rule.stream.after], "blocks": [len(task.source.blocks), len(blocks)]}
-    return Grown(tensors=found.tensors, moments={} if new else found.moments, said=said)
+    return Grown(tensors=found.tensors, moments=found.moments, said=said)
 
 
 def _blocks(task: GrowthTask, method: str, *, shrinks: bool) -> list[Mixture]:
     before, after = len(task.source.blocks), len(task.target.blocks)
-    if before == after:  # none, too
-        return [((i, 1.0),) for i in range(after)]
-    if not (before and after):
-        raise without_blocks(method)
     small, large = (after, before) if shrinks else (before, after)
-    if large < small:
-        want, do = ("fewer", "grow it with another method") if shrinks else ("more", "use coalesce to shrink it")
-        raise bad_input(
-            wanted=f"as many blocks as the source has, or {want}: {before} ({method})",
-            got=f"{after}",
-            do=f"give the target {want} blocks, or {do}",
-            key="--to",
-        )
-    if large % small:
-        raise indivisible(method, "blocks", "the repeated blocks", small, large)
+    if small < 1 or large % small:
+        raise indivisible(method, "blocks", "the repeated blocks", max(small, 1), large)
     size = large // small
     if shrinks:
         return [tuple((i * size + k, 1 / size) for k in range(size)) for i in range(after)]

@@ -74,10 +74,9 @@ def grow_tensors(
     """Return the target's tensors, and its moments where the maps have gradients.
 
     blocks: for each block of the target, the mixture of the source's blocks; new_blocks: those of them whose moments
-    start anew, the squares at the mean of their source's. Raises BadInput, by name, for what has no place in the
-    source.
+    start anew. Raises BadInput, by name, for what has no place in the source.
     """
-    tensors, moments, begun = dict[str, Tensor](), dict[str, Tensor](), dict[str, float]()
+    tensors, moments = dict[str, Tensor](), dict[str, Tensor]()
     for name, dims in task.target.dims.items():
         block, sources = _sources(task, blocks, name)
         first = sources[0][0]
@@ -89,22 +88,18 @@ def grow_tensors(
         tensors[name] = _drawn(found, mixed, maps, name, task.seed).to(task.tensors[first].dtype)
         for slot, degree in task.degrees.items():
             known = [f"{slot}/{one}" for one, _ in sources]
-            if not all(one in task.moments for one in known):
-                continue
-            state = _mixed({one: task.moments[f"{slot}/{one}"] for one, _ in sources}, sources)
             if block in new_blocks or any(one.gradients is None for one in maps):
-                begun[f"{slot}/{name}"] = float(state.mean()) if degree == 2 else 0.0
-            else:
+                continue
+            if all(one in task.moments for one in known):
+                state = _mixed({one: task.moments[f"{slot}/{one}"] for one, _ in sources}, sources)
                 grads = [one.gradients for one in maps if one.gradients is not None]
                 used = [one.squared() if degree == 2 else one for one in grads]
                 moments[f"{slot}/{name}"] = _applied(state, used).to(torch.float32)
-    if moments:  # what starts anew beside what goes on, whose updates are counted: no square may be 0
-        for slot, degree in task.degrees.items():
-            squares = [float(one.double().mean()) for name, one in task.moments.items() if name.startswith(f"{slot}/")]
-            for name, one in tensors.items():
-                usual = sum(squares) / len(squares) if degree == 2 and squares else 0.0
-                place = f"{slot}/{name}"
-                moments.setdefault(place, torch.full(one.shape, begun.get(place, usual), dtype=torch.float32))
+    if moments:
+        shapes = {name: one.shape for name, one in tensors.items()}
+        for slot in task.degrees:  # what starts anew beside what goes on
+            for name, shape in shapes.items():
+                moments.setdefault(f"{slot}/{name}", torch.zeros(shape))
     return Grown(tensors=tensors, moments=moments)
 
 

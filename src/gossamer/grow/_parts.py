@@ -13,26 +13,17 @@ STEM, HEAD, TIED = "stem", "head", "tied"
 
 def placed(structure: ModelStructure) -> Iterator[tuple[str, int | str, str]]:
     """Yield (name, block, rest of the name) of each parameter; what is in no block is in the STEM before them, in the
-    HEAD behind them, or TIED in both, by the order in which the forward uses it; what it never uses, by registration.
+    HEAD behind them, or TIED in both.
     """
     tied = {name for names in structure.tied for name in names}
-    used = list(dict.fromkeys(name for name, _ in structure.uses))
-    first = next((at for at, name in enumerate(used) if _block(structure, name) is not None), len(used))
-    stem, head = frozenset(used[:first]), frozenset(used[first:])
-    registered: int | str = STEM
+    where: int | str = STEM
     for name in structure.dims:
-        block = _block(structure, name)
+        block = next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), None)
         if block is not None:
-            registered = HEAD
+            where = HEAD
             yield name, block, name.removeprefix(f"{structure.blocks[block]}.")
-        elif name in tied:
-            yield name, TIED, name
         else:
-            yield name, STEM if name in stem else HEAD if name in head else registered, name
-
-
-def _block(structure: ModelStructure, name: str) -> int | None:
-    return next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), None)
+            yield name, TIED if name in tied else where, name
 
 
 def by_place(structure: ModelStructure) -> dict[tuple[int | str, str], str]:

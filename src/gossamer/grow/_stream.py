@@ -74,16 +74,6 @@ def _is_stream(structure: ModelStructure, dim: object) -> bool:
     return any(structure.role(leaf) == STREAM for leaf in dim.leaves())  # type: ignore[attr-defined]
 
 
-def without_blocks(method: str) -> BadInput:
-    """Return the error about a model that is no stack of repeated blocks."""
-    return bad_input(
-        wanted=f"models with repeated blocks, whose number {method} changes",
-        got="one without any",
-        do="keep the blocks in an nn.ModuleList, or take lemon, which also grows widths alone",
-        key="--to",
-    )
-
-
 def indivisible(method: str, role: str, name: str, small: int, large: int) -> BadInput:
     """Return the error about a size that is no multiple of the other model's, with the nearest legal ones."""
     low = max(1, large // small) * small

@@ -1,6 +1,6 @@
 """Assemble: one model of parts that were trained apart around a shared meta model (see `part`).
 
-Paper: Ni, Z. et al., "Deep Incubation: training large models by Divide-and-Conquering", ICCV 2023, arXiv:2212.04129,
+Paper: Ni, Z. et al., "Deep Incubation: training large models by divide-and-conquer", ICCV 2023, arXiv:2212.04129,
 section 3.3.
 Equations, for K parts of m blocks each: block i m + r of the target <- real block r of part i ;
     what is before the blocks <- part 0 ; what is behind them <- part K - 1 ; tied parameters <- the meta model
@@ -18,7 +18,6 @@ import torch
 from gossamer.grow import KEY, Grown, Growth, GrowthTask
 from gossamer.grow._grown import check_sizes
 from gossamer.grow._parts import HEAD, STEM, TIED, by_place, check_widths, placed
-from gossamer.grow._stream import without_blocks
 from gossamer.spec.errors import BadInput, bad_input
 
 
@@ -40,8 +39,6 @@ class Assemble(Growth):
     def grow(self, task: GrowthTask) -> Grown:
         said = check_sizes(task, shrinks=False)
         parts, blocks = len(task.source.blocks), len(task.target.blocks)
-        if not (parts and blocks):
-            raise without_blocks("assemble")
         if len(self.parts) != parts or blocks % parts:
             raise bad_input(
                 wanted=f"{parts} parts, one for each block of the meta model, and a multiple of {parts} blocks",

@@ -20,7 +20,7 @@ from typing import Any
 from gossamer.grow import Grown, Growth, GrowthTask
 from gossamer.grow._dim_map import DimMap
 from gossamer.grow._grown import GrowthMap, Place, check_sizes, grow_tensors
-from gossamer.grow._stream import indivisible, without_blocks
+from gossamer.grow._stream import indivisible
 from gossamer.spec.errors import bad_input
 
 LEAST, MOST = 0.03, 0.10  # of the target's tokens
@@ -33,8 +33,6 @@ class GStack(Growth):
     def grow(self, task: GrowthTask) -> Grown:
         said = check_sizes(task, shrinks=False)
         before, after = len(task.source.blocks), len(task.target.blocks)
-        if not (before and after):
-            raise without_blocks("g_stack")
         if after % before:
             raise indivisible("g_stack", "blocks", "the repeated blocks", before, after)
         found = grow_tensors(task, [((i % before, 1.0),) for i in range(after)], _same)

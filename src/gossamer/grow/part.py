@@ -1,6 +1,6 @@
 """Part: a meta model with one of its blocks replaced by real ones, which are trained while all else rests.
 
-Paper: Ni, Z. et al., "Deep Incubation: training large models by Divide-and-Conquering", ICCV 2023, arXiv:2212.04129,
+Paper: Ni, Z. et al., "Deep Incubation: training large models by divide-and-conquer", ICCV 2023, arXiv:2212.04129,
 sections 3.2 and 3.3.
 Equations, for a meta model of K blocks, and K parts of m blocks each: the model of part i has K - 1 + m blocks,
     block j <- meta block j        for j < i
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from gossamer.grow import KEY, Grown, Growth, GrowthTask
 from gossamer.grow._grown import check_sizes
 from gossamer.grow._parts import HEAD, STEM, by_place, check_widths, placed
-from gossamer.grow._stream import without_blocks
 from gossamer.spec.errors import BadInput, bad_input
 
 
@@ -37,8 +36,6 @@ class Part(Growth):
     def grow(self, task: GrowthTask) -> Grown:
         said = check_sizes(task, shrinks=False)
         parts, blocks = len(task.source.blocks), len(task.target.blocks)
-        if not (parts and blocks):
-            raise without_blocks("part")
         if self.index >= parts:
             raise bad_input(
                 wanted=f"a part from 0 to {parts - 1}: the meta model has {parts} blocks",

@@ -33,7 +33,7 @@ from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
 from gossamer.store.checked_tensors import check_absent
-from gossamer.store.start_folder import StartContent, StartFolder, start_state, write_start
+from gossamer.store.start_folder import StartContent, start_state, write_start
 
 MEASURED = 256  # sequences of each text, at most
 
@@ -104,9 +104,7 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
     if request.out is not None:
         keys = ("model", "step", "sparsity", "masked_weights", "loss_before", "loss_after")
         said = {key: data[key] for key in keys} | {"by_magnitude": len(data["by_magnitude"])}
-        content = pruned_content(
-            module, made, source.origin, source.tokenizer, method=request.by, said=said, start=source.start
-        )
+        content = pruned_content(module, made, source.origin, source.tokenizer, method=request.by, said=said)
         write_start(request.out, content)
     return {
         **data,
@@ -123,20 +121,14 @@ def pruned_content(
     *,
     method: Written,
     said: Mapping[str, Any],
-    start: StartFolder | None = None,
 ) -> StartContent:
-    """Return what a start folder of a pruned model holds, which transformers loads where the model is one of its.
-
-    start: the folder that the model itself began from.
-    """
+    """Return what a start folder of a pruned model holds, which transformers loads where the model is one of its."""
     return StartContent(
         tensors={name: tensor.detach().cpu() for name, tensor in start_state(module)},
         method=method,
         source=origin.fingerprint(),
         said=said,
         config=config_of(module),
-        attributes={} if start is None else start.attributes,
-        config_keys={} if start is None else start.config_keys,
         files={n: file for n, file in files_beside(origin, tokenizer).items() if n not in ("config.json", "README.md")},
         masks={name: mask.cpu() for name, mask in pruned.masks.items()},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,7 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
 from gossamer.model.precision import precision_of
 from gossamer.model.quantized_linear import quantized_layers
-from gossamer.model.side_folder import check_no_side
 from gossamer.model.source import ModelSource
-from gossamer.model.started_source import start_of
 from gossamer.recipe import Recipe
 from gossamer.run.batches import RankBatch, TextBatches, moved, row_slices
 from gossamer.run.checkpoint.choice import LATEST
@@ -42,7 +40,6 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
 from gossamer.store.gguf import read_summary
 from gossamer.store.quantized_folder import QuantizedFolder
-from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, names_run, open_run
 
 CALIBRATION = 128  # sequences in all
@@ -59,7 +56,7 @@ class WholeModel:
     """A trained model with weights of its own.
 
     `written_tokenizer`: as a configuration names it; `dtype`: that its weights are stored in; `length`: tokens of a
-    sequence; `config`: of a run; `start`: the folder that it began from.
+    sequence; `config`: of a run.
     """
 
     place: Path
@@ -72,7 +69,6 @@ class WholeModel:
     length: int
     step: int | None = None
     config: RunConfig | None = None
-    start: StartFolder | None = None
 
     def ready(self) -> nn.Module:
         """Return the module in evaluation mode, on the GPU where there is one."""
@@ -131,7 +127,6 @@ def _of_weights(place: Path, how: Opening) -> WholeModel:
         loss=NextToken(),
         dtype=torch.float16 if is_gguf else _dtype_in(place),
         length=how.sequence or min(SEQUENCE, origin.positions() or SEQUENCE),
-        start=None if is_gguf else start_of(ModelSection(hf=str(place))),
     )
 
 
@@ -187,13 +182,9 @@ def _of_run(place: Path, how: Opening) -> WholeModel:
     trained = read_chosen(place, how.checkpoint)
     if quantized_layers(trained.module) and not how.takes_adapter:
         raise _quantized(how, f"the run {place}, which trained on a quantized folder")
-    check_no_side(trained.module, f"the run {place}")
     assert trained.origin is not None  # a module that a program built cannot be read without it
     config = trained.config
     loss = Recipe.loss_of(config)
-    with standing_in(folder_of(directory)):
-        start = start_of(config.model)
-        start = None if start is None else replace(start, path=start.path.absolute())
     return WholeModel(
         place=place,
         module=trained.module,
@@ -205,7 +196,6 @@ def _of_run(place: Path, how: Opening) -> WholeModel:
         length=how.sequence or config.data.sequence,
         step=trained.step,
         config=config,
-        start=start,
     )
 
 

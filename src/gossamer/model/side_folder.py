@@ -130,17 +130,6 @@ def _other(folder: Path, found: str, stored: str) -> BadInput:
     )
 
 
-def check_no_side(module: nn.Module, place: str) -> None:
-    """Raise BadInput for a model with a side network, of which another one is to be made."""
-    if route_of(module) is not None:
-        raise bad_input(
-            wanted="a model that is one without a side network",
-            got=f"{place}, whose side network reads all of its blocks, which no weight of the model can hold",
-            do="take the model that it was trained beside; gossamer export --to side keeps the side network",
-            key=KEY,
-        )
-
-
 def check_mergeable(module: nn.Module) -> None:
     """Raise BadInput for a model with a side network, to be written as one model."""
     if route_of(module) is not None:
