@@ -33,7 +33,7 @@ def task(source: nn.Module, target: nn.Module, others: tuple[Mapping[str, Tensor
     return GrowthTask(tensors=tensors(source), others=others, **given)
 
 
-def trained_parts(make: Any, meta: nn.Module, *, tied: bool = False) -> list[dict[str, Tensor]]:
+def trained_parts(make: Any, meta: nn.Module) -> list[dict[str, Tensor]]:
     """Every part with what it may train moved by a number of its own."""
     found = []
     for index in range(PARTS):
@@ -58,7 +58,7 @@ def test_an_assembled_model_has_each_parts_own_blocks_and_exactly_the_targets_na
         return kind(**{layers: blocks, **({} if kind is gpt2 else {"tie_word_embeddings": tied})})
 
     meta, target = make(PARTS), make(PARTS * COUNT)
-    parts = trained_parts(make, meta, tied=tied)
+    parts = trained_parts(make, meta)
     method = grow.build({"assemble": {"parts": ["a", "b", "c"]}})
     found = method.grow(task(meta, target, tuple(parts))).tensors
     assert found.keys() == {name for name, _ in target.named_parameters()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gossamer.api.phased_run import train_command
-from gossamer.api.transitions import transition_of
+from gossamer.api.transitions import CONTINUED, TRANSITIONS, transition_of
 from gossamer.job.in_process import config_from
 from gossamer.settings import Resolved, load, show
 from gossamer.settings.phases import Phase, phases_of
@@ -131,6 +132,51 @@ def test_weights_in_blocks_go_no_further(corpus: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("by", ["lemon", "magnitude", "gptq"])
+def test_a_method_makes_nothing_of_an_adapter(corpus: Path, by: str) -> None:
+    second = {"name": "b", "by": by, "model": {"adapter": "none"}}
+    said = f"phase b: .*model.adapter: wanted a phase before that trains whole weights, of which {by} .*without `by`"
+    refused(loaded({"name": "a", "model": {"adapter": "lora"}}, second), said)
+
+
+@pytest.mark.parametrize("second", [{}, {"by": "magnitude", "model": {"side": "none"}}, {"model": {"side": "none"}}])
+def test_a_side_network_goes_no_further(corpus: Path, second: dict[str, Any]) -> None:
+    model = {"config.num_hidden_layers": 3}
+    first = {"name": "a", "model": {**model, "side": "unipt"}}
+    second = {"name": "b", **second, "model": {**model, "side": "unipt", **second.get("model", {})}}
+    refused(loaded(first, second), "phase b: .*model.side: .*a side network, which no other phase")
+
+
+def test_a_side_network_may_come_last(corpus: Path) -> None:
+    model = {"config.num_hidden_layers": 3}
+    given = {"name": "a", "model": model}, {"name": "b", "model": {**model, "side": "unipt"}}
+    assert list(train_command(loaded(*given), dry_run=True)["phases"]) == ["a", "b"]
+
+
+def test_integers_go_no_further(corpus: Path) -> None:
+    given = {"name": "b", "by": "round_to_nearest", "model": {"adapter": "lora"}}
+    refused(loaded({"name": "a"}, given, {"name": "c"}), "phase c: .*begins with a quantized model: make it the last")
+
+
+@pytest.mark.parametrize(
+    ("by", "model", "said"),
+    [
+        ({"interpolate": {"onto": "runs/gone"}}, {"config.num_hidden_layers": 2}, "gone"),
+        ({"assemble": {"parts": ["gone-0", "gone-1"]}}, {"config.num_hidden_layers": 2}, "gone-0"),
+        ({"interpolate": {"alpha": 0.5}}, {"config.num_hidden_layers": 2}, "before it was coalesced.*got none"),
+        ("g_stack", {"config.num_hidden_layers": 2, "config.hidden_size": 32}, "g_stack grows depth alone"),
+    ],
+)
+def test_what_a_growth_needs_is_looked_for_before_the_first_step(
+    corpus: Path, by: Any, model: dict[str, Any], said: str
+) -> None:
+    """And the key that an error names is one of the configuration."""
+    with pytest.raises(BadInput, match=said) as caught:
+        train_command(loaded({"name": "a"}, {"name": "b", "by": by, "model": model}))
+    assert re.match(r"phase b: (python: )?(train\.phases\.1\.by|model): ", str(caught.value))
+    assert not Path("runs").exists()
+
+
 def test_a_dry_run_shows_each_phase(corpus: Path) -> None:
     found = train_command(loaded({"name": "a"}, {"name": "b", "by": "magnitude"}), dry_run=True)["phases"]
     assert list(found) == ["a", "b"]
@@ -145,5 +191,5 @@ def test_phases_belong_to_the_command(corpus: Path) -> None:
 
 
 def test_methods_are_found_in_their_categories() -> None:
-    assert transition_of("lemon") is not transition_of("magnitude")
-    assert transition_of(None) is transition_of(None)
+    assert transition_of("lemon") is TRANSITIONS["grow"] and transition_of("wanda") is TRANSITIONS["prune"]
+    assert transition_of("gptq") is TRANSITIONS["quantize"] and transition_of(None) is CONTINUED

@@ -19,7 +19,7 @@ from typing import Any
 from gossamer.api import resumed_run, started_run
 from gossamer.api.launcher import Launcher
 from gossamer.api.startup import rollback_failed_start
-from gossamer.api.transitions import StartRequest, make_start, transition_of
+from gossamer.api.transitions import StartRequest, Transition, made_by, make_start, transition_of, written_by
 from gossamer.launch.environment import launcher_of
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, located
@@ -28,7 +28,10 @@ from gossamer.settings.phases import KEY, Phase, of_phase, phases_of
 from gossamer.settings.resolve import value_at
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
+from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.records import Event
 from gossamer.spec.unread_keys import check_given
+from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, find_run, newest_like
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize
@@ -124,10 +127,11 @@ def _check_is_here(config: RunConfig, plan: Path | None, *, is_elsewhere: bool) 
 
 def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     """Return the dry run of each phase. Raises BadInput, with the phase's name, for one that cannot run."""
-    from gossamer.job.phase_checks import check_fits, check_tokenizers, look_at
+    from gossamer.job.phase_checks import check_fits, check_source, check_tokenizers, look_at
     from gossamer.settings.methods import check_names
 
     found: list[Any] = []
+    last: Transition | None = None
     for phase in phases:
         config = phase.config
         try:
@@ -140,24 +144,41 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
             look = look_at(config)
             check_fits(look)
             if found:
-                _check_source(found[-1].config)
+                _check_whole(last)
+                check_source(found[-1].config, phase.by)
                 check_tokenizers(found[-1], look)
-                transition.check(found[-1], look, phase.by or "")
+                with _keys_of(phase):
+                    transition.check(found[-1], look, phase.by or "")
         except BadInput as error:
             raise of_phase(located(error, phase.resolved.origin), phase.name) from error
         found.append(look)
+        last = transition
     made = [None, *(phase.by or "the weights of the phase before" for phase in phases[1:])]
     return [({"by": by} if by else {}) | dict(one.told) for by, one in zip(made, found, strict=True)]
 
 
-def _check_source(before: RunConfig) -> None:
-    if before.model.base != "full":
+def _check_whole(before: Transition | None) -> None:
+    if before is not None and before.gives_integers:
         raise bad_input(
-            wanted="a phase before whose weights are whole, model.base full",
-            got=before.model.base,
-            do="make it the last phase, or set its model.base to full",
-            key="model.base",
+            wanted="a phase before whose weights are whole",
+            got="one that begins with a quantized model",
+            do="make it the last phase",
+            key=KEY,
         )
+
+
+@contextmanager
+def _keys_of(phase: Phase) -> Iterator[None]:
+    """Let errors about an option of a command name the key of the phase that stands for it."""
+    try:
+        yield
+    except BadInput as error:
+        if error.key.partition(".")[0] in RunConfig.model_fields:
+            raise
+        if error.key == "--to":
+            raise BadInput(error.message, key="model") from error
+        is_option = error.key in ("", "CHECKPOINT", "files") or error.key.startswith("--")
+        raise BadInput(error.message if is_option else str(error), key=phase.key("by")) from error
 
 
 def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
@@ -193,18 +214,43 @@ def _say_unchanged(phase: Phase) -> None:
         for key, _ in leaves()
         if key.startswith(("model.", "data.", "train.")) and value_at(before, key) != value_at(phase.config, key)
     ]
+    if _is_other(phase):
+        other.append(phase.key("by"))
     if other and other != ["model.start"]:
         _log.warning("phase %s is done and stays as it is, without the new %s", phase.name, ", ".join(other))
 
 
 def _prepare(phase: Phase, before: Phase | None) -> None:
-    """Write the start folder of a phase where it is missing."""
-    if phase.start is None or before is None or phase.start.is_dir():
+    """Write the start folder of a phase where it is missing, or was made otherwise; say so, as it may take minutes."""
+    if phase.start is None or before is None:
         return
-    with _stop_is_interrupted():
-        make_start(
-            StartRequest(by=phase.by, source=before.directory.path, target=phase.config, out=phase.start.absolute())
-        )
+    if phase.directory.config_file.exists() and phase.start.is_dir():
+        if _is_other(phase):
+            raise bad_input(
+                wanted=f"the method by which phase {phase.name} began, {made_by(phase.start)}",
+                got=f"{written_by(phase.by)}",
+                do="write that one, or add a phase at the end",
+                key=phase.key("by"),
+            )
+        return
+    display = open_display("quiet" if phase.config.run.display == "quiet" else "plain")
+    how = "the weights" if phase.by is None else f"{MethodConfig.parse(phase.by).name}, of the weights"
+    try:
+        display.show(Event(level="info", message=f"phase {phase.name}: its start, {how} of phase {before.name}"))
+        with _stop_is_interrupted(), _keys_of(phase):
+            told = make_start(
+                StartRequest(by=phase.by, source=before.directory.path, target=phase.config, out=phase.start.absolute())
+            )
+        for remark in told.get("remarks", ()):
+            display.show(Event(level="warning", message=f"phase {phase.name}: {remark}"))
+    finally:
+        display.close()
+
+
+def _is_other(phase: Phase) -> bool:
+    """Return whether a phase is configured to begin otherwise than it did."""
+    known = None if phase.start is None else made_by(phase.start)
+    return known is not None and known != written_by(phase.by)
 
 
 def _train(phase: Phase) -> bool:

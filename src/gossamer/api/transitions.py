@@ -7,6 +7,8 @@ entry of `TRANSITIONS`.
 from __future__ import annotations
 
 import importlib
+import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ import yaml
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.checkpoint import list_checkpoints
+from gossamer.view.run_directory import RunDirectory
 
 if TYPE_CHECKING:  # brings torch
     from gossamer.job.phase_checks import PhaseLook
@@ -35,10 +39,14 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput."""
+    """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput.
+
+    gives_integers: the phase begins with weights that no further phase can begin with.
+    """
 
     check: Callable[[PhaseLook, PhaseLook, Written], None]
     write: Callable[[StartRequest], Mapping[str, Any]]
+    gives_integers: bool = False
 
 
 def _same_shapes(before: PhaseLook, after: PhaseLook, by: Written) -> None:
@@ -53,8 +61,15 @@ def _can_grow(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     check_growth(before, after, by)
 
 
-def _can_quantize(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+def _can_prune(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    from gossamer.job.phase_checks import check_text
+
     _same_shapes(before, after, by)
+    check_text(before, by)
+
+
+def _can_quantize(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    _can_prune(before, after, by)
     if after.config.model.adapter == "none":
         raise bad_input(
             wanted="an adapter in a phase that begins with a quantized model, whose integers cannot be trained",
@@ -98,8 +113,8 @@ def _quantized(asked: StartRequest) -> Mapping[str, Any]:
 CONTINUED = Transition(check=_same_shapes, write=_continued)
 TRANSITIONS: Mapping[str, Transition] = {  # by category
     "grow": Transition(check=_can_grow, write=_grown),
-    "prune": Transition(check=_same_shapes, write=_pruned),
-    "quantize": Transition(check=_can_quantize, write=_quantized),
+    "prune": Transition(check=_can_prune, write=_pruned),
+    "quantize": Transition(check=_can_quantize, write=_quantized, gives_integers=True),
 }
 
 
@@ -122,6 +137,40 @@ def transition_of(by: Written | None, *, key: str = "") -> Transition:
 
 
 def make_start(asked: StartRequest) -> Mapping[str, Any]:
-    """Write the start folder of a phase, completely or not at all; return what is said of it."""
+    """Write the start folder of a phase, completely or not at all; return what is said of it.
+
+    There is one already where this was asked before. One that was made of something else, or by another method, is
+    made anew: beside it is what was asked.
+    """
+    beside = asked.out.with_name(f".{asked.out.name}.json")
+    wanted = json.dumps(_asked(asked), sort_keys=True)
+    if asked.out.is_dir():
+        if (beside.read_text("utf-8") if beside.is_file() else "") == wanted:
+            return {}
+        shutil.rmtree(asked.out)
     asked.out.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(wanted, "utf-8")
     return transition_of(asked.by).write(asked)
+
+
+def made_by(out: Path) -> Any:
+    """Return the method that a start folder was asked for with, as `written_by` writes it; None where it is unknown."""
+    beside = out.with_name(f".{out.name}.json")
+    return json.loads(beside.read_text("utf-8"))["by"] if beside.is_file() else None
+
+
+def written_by(by: Written | None) -> Any:
+    """Return a method in one form of those that a configuration may write it in; "continue" for none."""
+    if by is None:
+        return "continue"
+    method = MethodConfig.parse(by)
+    return {method.name: dict(method.parameters)} if method.parameters else method.name
+
+
+def _asked(asked: StartRequest) -> dict[str, Any]:
+    """Return all that a start folder depends on, JSON-ready."""
+    source = RunDirectory(asked.source)
+    model = asked.target.model.model_dump(mode="json", include={"hf", "gguf", "factory", "config", "dtype"})
+    steps = list_checkpoints(source.checkpoints)
+    made = {"run": source.path.name, "step": steps[0] if steps else None}
+    return {"by": written_by(asked.by), "source": made, "model": model, "seed": asked.target.train.seed}

@@ -412,7 +412,6 @@ def quantize(
     Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.quantization import QuantizeRequest, quantize_model
-    from gossamer.spec.method_config import MethodConfig
 
     method = MethodConfig.parse(by, key="--by")
     given = {"bits": bits, "group": group, "symmetric": symmetric, **method.parameters}

@@ -7,7 +7,8 @@ each block of the large model, from which blocks. To add one:
   found by its file name (`gossamer grow --by NAME`).
 - `grow(task)` returns the tensors of the target. `_grown.grow_tensors` does the loop over parameters: it finds where a
   dim of the target comes from by the structures of both models, and refuses by name what cannot be paired.
-- Declare in class variables what it promises (`is_lossless`), and whether it takes a larger source (`shrinks`).
+- Persistent buffers and the epsilon of norms go on as they are: `_grown.inherited`.
+- Declare in a class variable what it promises (`is_lossless`).
 - Tests: `tests/grow/test_NAME.py`.
 """
 
@@ -30,9 +31,10 @@ KEY = "--by"
 class GrowthTask:
     """What is grown into what.
 
-    tensors: of the source, by name; moments: "SLOT/PARAMETER" -> optimizer state of the source, of the slots whose
-    degree in the gradient is known (`degrees`: slot -> 1 or 2); before: of a model of the target's sizes, for methods
-    that mix with it (`Growth.before`); others: of further models, for methods that name some (`Growth.others`).
+    tensors: parameters and persistent buffers of the source, by name; moments: "SLOT/PARAMETER" -> optimizer state of
+    the source, of the slots whose degree in the gradient is known (`degrees`: slot -> 1 or 2); before: tensors of a
+    model of the target's sizes, for methods that mix with it (`Growth.before`); others: of further models, for methods
+    that name some (`Growth.others`).
     """
 
     source: ModelStructure
@@ -48,7 +50,10 @@ class GrowthTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """The target's tensors by name, its moments, the epsilon of norms (by name) where it changes, and figures."""
+    """The target's parameters and persistent buffers by name, its moments, the epsilon of its norms, and figures.
+
+    eps: by the name of a norm's weight.
+    """
 
     tensors: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] = field(default_factory=dict)
@@ -59,12 +64,10 @@ class Grown:
 class Growth(ABC):
     """A way to make a model from another one: a frozen dataclass of settings.
 
-    is_lossless: the target computes what the source computes, which is proved before it is written; shrinks: the target
-    is the smaller one.
+    is_lossless: the target computes what the source computes, which is proved before it is written.
     """
 
     is_lossless: ClassVar[bool] = False
-    shrinks: ClassVar[bool] = False
 
     @abstractmethod
     def grow(self, task: GrowthTask) -> Grown:

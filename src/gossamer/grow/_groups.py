@@ -25,17 +25,19 @@ def grouped(task: GrowthTask, *, method: str, shrinks: bool) -> Grown:
     said = check_sizes(task, shrinks=shrinks)
     rule = _Rule(stream=Stream.of(task), method=method, shrinks=shrinks)
     blocks = _blocks(task, method, shrinks=shrinks)
-    new = frozenset(range(len(blocks))) if len(blocks) != len(task.source.blocks) else frozenset[int]()
-    found = grow_tensors(task, blocks, rule.map_of, new_blocks=new)
+    found = grow_tensors(task, blocks, rule.map_of)
     said |= {"width": [rule.stream.before, rule.stream.after], "blocks": [len(task.source.blocks), len(blocks)]}
-    return Grown(tensors=found.tensors, moments=found.moments, said=said)
+    moments = found.moments if len(blocks) == len(task.source.blocks) else {}  # of blocks that compute something else
+    return Grown(tensors=found.tensors, moments=moments, eps=found.eps, said=said)
 
 
 def _blocks(task: GrowthTask, method: str, *, shrinks: bool) -> list[Mixture]:
     before, after = len(task.source.blocks), len(task.target.blocks)
     small, large = (after, before) if shrinks else (before, after)
-    if small < 1 or large % small:
-        raise indivisible(method, "blocks", "the repeated blocks", max(small, 1), large)
+    if small < 1:  # so has the other one
+        return []
+    if large % small:
+        raise indivisible(method, "blocks", "the repeated blocks", small, large)
     size = large // small
     if shrinks:
         return [tuple((i * size + k, 1 / size) for k in range(size)) for i in range(after)]

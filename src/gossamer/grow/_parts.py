@@ -1,4 +1,4 @@
-"""A model in parts: which of a parameter's places belongs to which, by the blocks of its structure."""
+"""A model in parts: which of a tensor's places belongs to which, by the blocks of its structure."""
 
 from __future__ import annotations
 
@@ -8,35 +8,54 @@ from gossamer.grow import KEY, GrowthTask
 from gossamer.model.structure.model import ModelStructure
 from gossamer.spec.errors import bad_input
 
-STEM, HEAD, TIED = "stem", "head", "tied"
+STEM, HEAD, BOTH = "stem", "head", "both"
 
 
 def placed(structure: ModelStructure) -> Iterator[tuple[str, int | str, str]]:
-    """Yield (name, block, rest of the name) of each parameter; what is in no block is in the STEM before them, in the
-    HEAD behind them, or TIED in both.
+    """Yield (name, block, rest of the name) of each parameter and persistent buffer.
+
+    What is in no block is in the STEM, which the forward uses before the blocks alone, in the HEAD behind them, or in
+    BOTH: tied, used between blocks, or never. A buffer is where the first parameter of its module is.
     """
-    tied = {name for names in structure.tied for name in names}
-    where: int | str = STEM
+    spans = {
+        name: structure.span[name] for name in structure.dims if _block(structure, name) >= 0 and name in structure.span
+    }
+    first = min((span[0] for span in spans.values()), default=0)
+    last = max((span[1] for span in spans.values()), default=0)
+
+    def outside(name: str) -> str:
+        begin, end = structure.span.get(name, (first, last))
+        return STEM if end < first else HEAD if begin > last else BOTH
+
+    modules: dict[str, str] = {}
     for name in structure.dims:
-        block = next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), None)
-        if block is not None:
-            where = HEAD
+        modules.setdefault(name.rpartition(".")[0], name)
+    for name in (*structure.dims, *structure.buffers):
+        block = _block(structure, name)
+        if block >= 0:
             yield name, block, name.removeprefix(f"{structure.blocks[block]}.")
         else:
-            yield name, TIED if name in tied else where, name
+            of = name if name in structure.dims else modules.get(name.rpartition(".")[0], "")
+            yield name, outside(of), name
+
+
+def _block(structure: ModelStructure, name: str) -> int:
+    return next((i for i, one in enumerate(structure.blocks) if name.startswith(f"{one}.")), -1)
 
 
 def by_place(structure: ModelStructure) -> dict[tuple[int | str, str], str]:
-    """Return the names of parameters by (block, rest of the name)."""
+    """Return the names of tensors by (block, rest of the name)."""
     return {(block, rest): name for name, block, rest in placed(structure)}
 
 
 def check_widths(task: GrowthTask, method: str) -> None:
-    """Raise BadInput unless all blocks and what is around them have the same parameters and sizes in both models."""
+    """Raise BadInput unless all blocks and what is around them have the same tensors and sizes in both models."""
     sides = []
     for structure in (task.source, task.target):
         shapes = {
-            (rest if isinstance(block, int) else name): tuple(dim.size for dim in structure.dims[name])
+            (rest if isinstance(block, int) else name): (
+                tuple(dim.size for dim in structure.dims[name]) if name in structure.dims else structure.buffers[name]
+            )
             for name, block, rest in placed(structure)
         }
         sides.append(shapes)

@@ -11,7 +11,6 @@ Unlike the paper: the norm in front of a tied head takes the factor, and not the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from gossamer.grow import Grown, Growth, GrowthTask
 from gossamer.grow._groups import grouped
@@ -20,8 +19,6 @@ from gossamer.grow._groups import grouped
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coalesce(Growth):
     """Means of groups, for a target that is smaller than the source."""
-
-    shrinks: ClassVar[bool] = True
 
     def grow(self, task: GrowthTask) -> Grown:
         return grouped(task, method="coalesce", shrinks=True)

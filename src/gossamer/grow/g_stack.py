@@ -19,7 +19,7 @@ from typing import Any
 
 from gossamer.grow import Grown, Growth, GrowthTask
 from gossamer.grow._dim_map import DimMap
-from gossamer.grow._grown import GrowthMap, Place, check_sizes, grow_tensors
+from gossamer.grow._grown import GrowthMap, Place, check_blocks, check_sizes, grow_tensors
 from gossamer.grow._stream import indivisible
 from gossamer.spec.errors import bad_input
 
@@ -32,12 +32,12 @@ class GStack(Growth):
 
     def grow(self, task: GrowthTask) -> Grown:
         said = check_sizes(task, shrinks=False)
-        before, after = len(task.source.blocks), len(task.target.blocks)
+        before, after = check_blocks(task, "g_stack")
         if after % before:
             raise indivisible("g_stack", "blocks", "the repeated blocks", before, after)
         found = grow_tensors(task, [((i % before, 1.0),) for i in range(after)], _same)
         said |= {"blocks": [before, after]} | advised(said["target_parameters"], task.tokens)
-        return Grown(tensors=found.tensors, said=said)
+        return Grown(tensors=found.tensors, eps=found.eps, said=said)
 
 
 def _same(place: Place) -> GrowthMap:

@@ -44,6 +44,8 @@ class Interpolate(Growth):
             )
         mixed = {
             name: ((1 - self.alpha) * task.before[name].double() + self.alpha * one.double()).to(one.dtype)
+            if one.is_floating_point()
+            else one
             for name, one in found.tensors.items()
         }
-        return Grown(tensors=mixed, said={**found.said, "alpha": self.alpha})
+        return Grown(tensors=mixed, eps=found.eps, said={**found.said, "alpha": self.alpha})

@@ -67,7 +67,7 @@ class Lemon(Growth):
         rule.check()
         found = grow_tensors(task, blocks, rule.map_of, new_blocks=new)
         said |= {"width": [stream.before, stream.after], "blocks": [len(task.source.blocks), len(blocks)]}
-        return Grown(tensors=found.tensors, moments=found.moments, eps=rule.eps(), said=said)
+        return Grown(tensors=found.tensors, moments=found.moments, eps=rule.eps(found.eps), said=said)
 
 
 def _blocks(task: GrowthTask) -> tuple[list[Mixture], frozenset[int]]:
@@ -144,16 +144,11 @@ class _Rule:
         low = self.copies * self.stream.before
         return f"set the width to {low} or {low + self.stream.before}"
 
-    def eps(self) -> Mapping[str, float]:
-        """Return the epsilon of each norm over the stream, by its weight."""
-        factor = self.eta**2
-        structures = self.task.source, self.task.target
-        found = {}
-        of_source = {one.weight: one.eps for one in structures[0].norms}
-        for norm in structures[1].norms:
-            if norm.weight and structures[1].role(next(norm.dim.leaves())) == STREAM:
-                found[norm.weight] = factor * of_source[self._source_of(norm.weight)]
-        return found
+    def eps(self, inherited: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the epsilon of each norm by its weight: those over the stream are scaled."""
+        target, factor = self.task.target, self.eta**2
+        over = {one.weight for one in target.norms if target.role(next(one.dim.leaves())) == STREAM}
+        return {name: value * factor if name in over else value for name, value in inherited.items()}
 
     def _source_of(self, name: str) -> str:
         for i, prefix in enumerate(self.task.target.blocks):

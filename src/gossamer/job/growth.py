@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -24,9 +26,11 @@ from gossamer.model.in_float64 import InFloat64
 from gossamer.model.module_copy import copied
 from gossamer.model.origin import origin_of
 from gossamer.model.quantized_linear import quantized_layers
+from gossamer.model.side import route_of
 from gossamer.model.source import Files, ModelSource
+from gossamer.model.source._transformers import SPECIAL_IDS
 from gossamer.model.started_source import set_attributes
-from gossamer.model.structure.model import ModelStructure, structure_of
+from gossamer.model.structure.model import structure_of
 from gossamer.model.structure.norm_eps import eps_attributes, eps_keys
 from gossamer.model.token_logits import logits_of
 from gossamer.run.checkpoint.choice import LATEST, open_chosen
@@ -38,7 +42,7 @@ from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.checked_tensors import check_absent
 from gossamer.store.gguf import read_summary
 from gossamer.store.slices import REPLICATED
-from gossamer.store.start_folder import StartContent, start_state, write_start
+from gossamer.store.start_folder import MASKS, StartContent, StartFolder, start_state, write_start
 from gossamer.view.run_directory import RunDirectory, open_run
 
 _DEGREES = {"mean": 1, "momentum": 1, "square": 2}  # slots of which it is known how they follow the gradient
@@ -61,7 +65,7 @@ class GrowthSource:
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     moment_steps: int = 0
-    remark: str = ""
+    remarks: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -97,7 +101,7 @@ def grow_model(
         "method": MethodConfig.parse(by).name,
         **found.said,
         "moments": sorted({name.partition("/")[0] for name in found.grown.moments}),
-        "remarks": [one for one in (small.remark, found.remark) if one],
+        "remarks": [*small.remarks, *filter(None, [found.remark])],
     }
     if dry_run:
         return {**data, "written": None}
@@ -114,7 +118,7 @@ def grow_model(
         moment_steps=small.moment_steps if found.grown.moments else 0,
     )
     size = write_start(out, content)
-    return {**data, "written": str(out), "bytes": size, "next": _next(to, out, config)}
+    return {**data, "written": str(out), "bytes": size, "next": _next(to, out, config, found.said)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +157,8 @@ def grown_between(small: GrowthSource, large: nn.Module, method: Growth, config:
     attributes = eps_attributes(structures[1], grown.eps)
     config_keys = eps_keys(large, structures[1], grown.eps)
     set_attributes(large, attributes, config_keys)
-    said = {**grown.said, **_proved(small.module, large, grown, method, wide=wide, tokens=tokens)}
+    ids = min(one.token_ids for one in structures)
+    said = {**grown.said, **_proved(small.module, large, grown, method, wide=wide, shape=(_ROWS, tokens), ids=ids)}
     if attributes:
         said["eps"] = sorted(set(attributes.values()))
     tensors = {name: tensor.detach().clone() for name, tensor in start_state(large)}
@@ -166,9 +171,9 @@ def grown_between(small: GrowthSource, large: nn.Module, method: Growth, config:
 def read_source(place: Path, checkpoint: str | int = LATEST) -> GrowthSource:
     """Return the model of a run, of a Hugging Face folder or of a GGUF file, with its moments where it has them.
 
-    Raises BadInput for an adapter, and for weights in blocks.
+    Raises BadInput for an adapter, a side network, and for weights in blocks.
     """
-    if place.is_file() or (place / "config.json").is_file():
+    if _is_weights(place):
         check_no_choice(place, checkpoint)
         return _of_weights(place)
     trained = read_chosen(place, checkpoint)
@@ -182,8 +187,19 @@ def read_source(place: Path, checkpoint: str | int = LATEST) -> GrowthSource:
         files=_files(trained.origin, tokenizer),
         vocabulary=tokenizer.vocabulary if tokenizer is not None else None,
         separator=tokenizer.separator if tokenizer is not None else 0,
+        remarks=_of_masks(trained.start),
     )
     return _with_moments(found, directory, trained.step)
+
+
+def check_is_there(place: Path) -> None:
+    """Raise BadInput where there is no model that `read_source` would read."""
+    if not _is_weights(place):
+        open_run(place)
+
+
+def _is_weights(place: Path) -> bool:
+    return place.is_file() or (place / "config.json").is_file()
 
 
 def _of_weights(place: Path) -> GrowthSource:
@@ -207,6 +223,13 @@ def _of_weights(place: Path) -> GrowthSource:
 def _check_plain(module: nn.Module, section: ModelSection, place: str) -> None:
     if section.adapter != "none" or next(adapter_tensors(module), None) is not None:
         raise _adapter(place)
+    if route_of(module) is not None:
+        raise bad_input(
+            wanted="a source that is a whole model",
+            got=f"{place} with a side network, which would be lost",
+            do="name the model that it was trained beside, which is as it was",
+            key="CHECKPOINT",
+        )
     if section.base != "full" or quantized_layers(module):
         raise bad_input(
             wanted="a source whose weights are numbers",
@@ -235,22 +258,48 @@ def _with_moments(source: GrowthSource, directory: RunDirectory, step: int) -> G
     names = [name for name in found.names() if name.startswith("optim/")]
     slots = {name.split("/")[1] for name in names}
     if not names:
-        return replace(source, remark="the checkpoint holds no optimizer states that all ranks share")
+        return _anew(source, "the checkpoint holds no optimizer states that all ranks share")
     if slots - _DEGREES.keys() or any(REPLICATED not in found.replicas(name) for name in names):
-        why = f"states {', '.join(sorted(slots))} of the source's optimizer cannot be grown: the optimizer starts anew"
-        return replace(source, remark=why)
+        return _anew(source, f"states {', '.join(sorted(slots))} of the source's optimizer cannot be grown")
     moments = {name.removeprefix("optim/"): found.read(name) for name in names}
+    held = {name.partition("/")[2] for name in moments}
+    if absent := [name for name, _ in source.module.named_parameters() if name not in held]:
+        return _anew(source, f"the source's optimizer has no state of {absent[0]}, which was not trained")
     steps = int(found.meta.get("updates", step))
     return replace(source, moments=moments, degrees={slot: _DEGREES[slot] for slot in slots}, moment_steps=steps)
 
 
+def _anew(source: GrowthSource, why: str) -> GrowthSource:
+    return replace(source, remarks=(*source.remarks, f"{why}: the optimizer starts anew"))
+
+
+def _of_masks(start: StartFolder | None) -> tuple[str, ...]:
+    if start is None or not StartFolder.is_at(start.path) or not start.kinds(MASKS):
+        return ()
+    return (f"the masks of {start.path} are of the source's sizes: they are left out, and its zeros may be trained",)
+
+
 def _target(config: RunConfig, small: GrowthSource) -> nn.Module:
-    """Return the model of the configuration, with random weights and without an adapter."""
-    plain: dict[str, Any] = {"adapter": "none", "base": "full", "freeze": [], "unfreeze": [], "start": None}
-    origin = origin_of(config.model.model_copy(update=plain))
+    """Return the model of the configuration, with random weights, without an adapter or a side network.
+
+    Special token ids that the configuration leaves open are those of the source.
+    """
+    section = whole_section(config.model)
+    if section.hf is not None and is_of_transformers(small.module):
+        keys = small.module.config.to_dict()  # type: ignore[union-attr, operator]
+        ids = {key: keys[key] for key in SPECIAL_IDS if key in keys}
+        if not Path(section.hf).expanduser().is_dir():  # which has a config of its own
+            section = section.model_copy(update={"config": {**ids, **section.config}})
+    origin = origin_of(section)
     if small.vocabulary is not None:
         origin = origin.fitted_to_tokenizer(small.vocabulary, small.separator)
     return origin.bare(config.train.seed).eval()
+
+
+def whole_section(section: ModelSection) -> ModelSection:
+    """Return the section of the model alone: all of it trained, from its own weights, nothing beside it."""
+    plain: dict[str, Any] = {"adapter": "none", "side": "none", "base": "full", "freeze": [], "unfreeze": []}
+    return section.model_copy(update={**plain, "start": None})
 
 
 @torch.no_grad()
@@ -274,51 +323,52 @@ def _fits_wide(small: nn.Module, large: nn.Module) -> torch.dtype:
 
 @torch.no_grad()
 def _proved(
-    small: nn.Module, large: nn.Module, grown: Grown, method: Growth, *, wide: torch.dtype, tokens: int
+    small: nn.Module,
+    large: nn.Module,
+    grown: Grown,
+    method: Growth,
+    *,
+    wide: torch.dtype,
+    shape: tuple[int, int],
+    ids: int,
 ) -> dict[str, Any]:
     """Fill `large`, and return how far its logits are from those of `small`: in `wide`, and in the type it has.
 
-    Raises BadInput where a method that promises equal logits does not give them.
+    shape, ids: of the batch that proves, and how many token ids it is drawn from. Raises BadInput where a method that
+    promises equal logits does not give them.
     """
-    vocabulary = _vocabulary(large)
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocabulary, (_ROWS, tokens), generator=draw)
+    batch = torch.randint(0, ids, shape, generator=torch.Generator().manual_seed(0))
     first, second = copied(small).to(wide), copied(large).to(wide)
     _fill(second, grown.tensors)
-    expected = _logits(first, ids)
-    scale = max(1.0, float(expected.abs().max())) if expected is not None else 1.0
-    said: dict[str, Any] = {}
-    if expected is not None:
-        got = _logits(second, ids)
-        assert got is not None
-        said = {"logit_difference": float((got - expected).abs().max()), "proved_in": str(wide).removeprefix("torch.")}
+    expected = _logits(first, batch)
+    largest, difference = float(expected.abs().max()), float((_logits(second, batch) - expected).abs().max())
     del first, second
     _fill(large, grown.tensors)
-    if expected is None:
-        return {"logit_difference": None}
-    if method.is_lossless and not said["logit_difference"] <= _CLOSE[wide] * scale:
+    scale = max(1.0, largest)
+    if method.is_lossless and not difference <= _CLOSE[wide] * scale:
         raise bad_input(
             wanted=f"a target that computes what its source computes, to {_CLOSE[wide] * scale:.1g}",
-            got=f"logits that differ by {said['logit_difference']:.3g} (of {scale:.3g})",
+            got=f"logits that differ by {difference:.3g} (of {scale:.3g})",
             do="something in its forward depends on its sizes (blocks with norms behind them, a factor of the width): "
             "set its width to a multiple of the source's, or take a method that promises less (g_stack)",
             key="--to",
         )
-    stored = _logits(copied(large), ids)
-    exact = expected.to(stored.dtype) if stored is not None else expected
-    difference = None if stored is None else float((stored - exact).abs().max())
-    return said | {"logit_difference_as_stored": difference, "largest_logit": float(expected.abs().max())}
+    stored = _logits(copied(large), batch)
+    return {
+        "logit_difference": difference,
+        "proved_in": str(wide).removeprefix("torch."),
+        "logit_difference_as_stored": float((stored - expected.to(stored.dtype)).abs().max()),
+        "largest_logit": largest,
+    }
 
 
 def _fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in start_state(module):
-        found = tensors.get(name)
-        if found is not None and found.shape == tensor.shape:
-            tensor.copy_(found)
+        tensor.copy_(tensors[name])
 
 
-def _logits(module: nn.Module, ids: Tensor) -> Tensor | None:
-    """Return the logits of a model, or its first output, in evaluation mode."""
+def _logits(module: nn.Module, ids: Tensor) -> Tensor:
+    """Return the logits of a model in evaluation mode."""
     caller = caller_of(module)
     wide = next(module.parameters()).dtype is torch.float64
     with _in_float64() if wide else nullcontext():
@@ -330,11 +380,6 @@ def _in_float64() -> InFloat64:
     return InFloat64()  # type: ignore[no-untyped-call]
 
 
-def _vocabulary(module: nn.Module) -> int:
-    tables = [one.num_embeddings for one in module.modules() if isinstance(one, nn.Embedding)]
-    return tables[0] if tables else 2
-
-
 def _digest(small: GrowthSource) -> str:
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in small.tensors.items():
@@ -343,12 +388,10 @@ def _digest(small: GrowthSource) -> str:
     return found.hexdigest()
 
 
-def _next(to: Path, out: Path, config: RunConfig) -> str:
-    """Return the command with which training goes on, with a warm-up of its own."""
+def _next(to: Path, out: Path, config: RunConfig, said: Mapping[str, Any]) -> str:
+    """Return the command with which training goes on, with a warm-up of its own, and what is to rest meanwhile."""
     schedule = MethodConfig.parse(config.train.lr_schedule)
     warmup = min(max(_WARMUP_STEPS, round(0.02 * config.train.steps)), max(1, config.train.steps // 2))
     key = f" train.lr_schedule.{schedule.name}.warmup={warmup}"
-    return f"gossamer train {to} model.start={out}{key}"
-
-
-__all__ = ["GrowthResult", "GrowthSource", "ModelStructure", "grow_model", "grown_between", "read_source"]
+    rest = [shlex.quote(f"model.{key}={json.dumps(said[key])}") for key in ("freeze", "unfreeze") if key in said]
+    return " ".join([f"gossamer train {shlex.quote(str(to))} model.start={shlex.quote(str(out))}{key}", *rest])

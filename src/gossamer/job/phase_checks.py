@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gossamer import grow
 from gossamer.job.dry_run import dry_run_with
-from gossamer.job.growth import GrowthSource, grown_between
+from gossamer.job.growth import GrowthSource, check_is_there, grown_between, whole_section
 from gossamer.job.training_data import training_data
+from gossamer.job.whole_model import why_no_text
 from gossamer.job.worker import origin_for
+from gossamer.model.quantized_folder import quantized_folder_of
 from gossamer.model.source import ModelSource
 from gossamer.partition.model_provider import OriginSource
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import bad_input
-from gossamer.spec.method_config import Written
+from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.start_folder import state_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLook:
-    """A phase that has not begun. told: its dry run; origin, shapes: its model without an adapter; tokenizer: its
-    fingerprint, "" where its data are no text.
+    """A phase that has not begun. told: its dry run; origin, shapes: its model without an adapter or a side network;
+    tokenizer: its fingerprint, "" where its data are no text.
     """
 
     config: RunConfig
@@ -36,8 +39,7 @@ def look_at(config: RunConfig) -> PhaseLook:
     """Check and forecast a phase, whose start folder need not be there yet. Raises BadInput."""
     data = training_data(config)
     told = dry_run_with(_without_start(config), data)
-    plain: dict[str, Any] = {"adapter": "none", "base": "full", "freeze": [], "unfreeze": [], "start": None}
-    bare = config.model_copy(update={"model": config.model.model_copy(update=plain)})
+    bare = config.model_copy(update={"model": whole_section(config.model)})
     origin = origin_for(bare, data.corpus)
     return PhaseLook(
         config=config,
@@ -82,10 +84,49 @@ def check_shapes(before: PhaseLook, after: PhaseLook) -> None:
             raise bad_input(wanted=wanted, got=f"{after.shapes[name]}", do=do, key="model")
 
 
+def check_source(before: RunConfig, by: Written | None) -> None:
+    """Raise BadInput for a phase before whose weights are not those of a whole model, as this one begins with them."""
+    quantized = quantized_folder_of(before.model)
+    if before.model.base != "full" or quantized is not None:
+        raise bad_input(
+            wanted="a phase before whose weights are whole, model.base full",
+            got=before.model.base if quantized is None else f"a quantized folder, {quantized.path}",
+            do="make it the last phase, or set its model.base to full",
+            key="model.base",
+        )
+    if before.model.side != "none":
+        raise bad_input(
+            wanted="a phase before that trains the model itself, or an adapter",
+            got="one that trains a side network, which no other phase can begin with",
+            do="make it the last phase, or train an adapter",
+            key="model.side",
+        )
+    if before.model.adapter != "none" and by is not None:
+        raise bad_input(
+            wanted=f"a phase before that trains whole weights, of which {MethodConfig.parse(by).name} makes others",
+            got=f"model.adapter {MethodConfig.parse(before.model.adapter).name} on frozen ones",
+            do="put a phase without `by` between them, which begins with the adapter merged into the weights",
+            key="model.adapter",
+        )
+
+
+def check_text(before: PhaseLook, by: Written) -> None:
+    """Raise BadInput for a phase before without a text, on which the loss before and after a method is measured."""
+    if why := why_no_text(before.config):
+        raise bad_input(
+            wanted=f"a phase before with text, on which {MethodConfig.parse(by).name} measures the loss",
+            got=f"none: {why}",
+            do="use the command after the run, which takes text files, and name its folder as model.start",
+            key="data",
+        )
+
+
 def check_growth(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     """Raise BadInput where the model of a phase cannot be grown of the one before: tried with random weights."""
     method = grow.build(by, key=grow.KEY)
-    if method.before or method.others:  # other models, which need not be there yet
+    for place in method.others:
+        check_is_there(Path(place))
+    if method.others:  # they hold weights of the phase before, which is not trained yet
         return
     small = GrowthSource(module=before.origin.bare(before.config.train.seed).eval(), place="the phase before")
     grown_between(small, after.origin.bare(after.config.train.seed).eval(), method, after.config)

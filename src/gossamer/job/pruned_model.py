@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from gossamer.data.tokenizer import Tokenizer
 from gossamer.job.whole_model import (
     CALIBRATION,
     FILES,
@@ -19,6 +18,7 @@ from gossamer.job.whole_model import (
     Progress,
     SampledText,
     Sampling,
+    WholeModel,
     calibration_batches,
     loss_figures,
     mean_losses,
@@ -27,7 +27,6 @@ from gossamer.job.whole_model import (
 )
 from gossamer.model.export import config_of, files_beside
 from gossamer.model.forward_adapter import caller_of
-from gossamer.model.source import ModelSource
 from gossamer.prune import Pruned, apply_masks, build, prune
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.errors import bad_input
@@ -104,8 +103,7 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
     if request.out is not None:
         keys = ("model", "step", "sparsity", "masked_weights", "loss_before", "loss_after")
         said = {key: data[key] for key in keys} | {"by_magnitude": len(data["by_magnitude"])}
-        content = pruned_content(module, made, source.origin, source.tokenizer, method=request.by, said=said)
-        write_start(request.out, content)
+        write_start(request.out, pruned_content(module, made, source, method=request.by, said=said))
     return {
         **data,
         "out": None if request.out is None else str(request.out),
@@ -114,22 +112,22 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
 
 
 def pruned_content(
-    module: nn.Module,
-    pruned: Pruned,
-    origin: ModelSource,
-    tokenizer: Tokenizer | None,
-    *,
-    method: Written,
-    said: Mapping[str, Any],
+    module: nn.Module, pruned: Pruned, source: WholeModel, *, method: Written, said: Mapping[str, Any]
 ) -> StartContent:
     """Return what a start folder of a pruned model holds, which transformers loads where the model is one of its."""
     return StartContent(
         tensors={name: tensor.detach().cpu() for name, tensor in start_state(module)},
         method=method,
-        source=origin.fingerprint(),
+        source=source.origin.fingerprint(),
         said=said,
         config=config_of(module),
-        files={n: file for n, file in files_beside(origin, tokenizer).items() if n not in ("config.json", "README.md")},
+        attributes=source.start.attributes if source.start is not None else {},
+        config_keys=source.start.config_keys if source.start is not None else {},
+        files={
+            name: file
+            for name, file in files_beside(source.origin, source.tokenizer).items()
+            if name not in ("config.json", "README.md")
+        },
         masks={name: mask.cpu() for name, mask in pruned.masks.items()},
     )
 

@@ -27,7 +27,7 @@ from gossamer.job.whole_model import (
     sampled_texts,
 )
 from gossamer.model.bit_widths import Widths, best_widths
-from gossamer.model.export import export_hf
+from gossamer.model.export import config_of, export_hf
 from gossamer.model.export_gguf import check_gguf, export_gguf
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
@@ -43,6 +43,7 @@ from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.store.checked_tensors import check_absent
 from gossamer.store.gguf_write import check_new
 from gossamer.store.quantized_folder import write_quantized
+from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, open_run
 
 MEASURED = 1000  # sequences of each text, at most
@@ -91,6 +92,8 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
             do="name text files, or use --by round_to_nearest",
             key=FILES,
         )
+    if request.out is not None and source.start is not None:
+        _check_says_eps(source.module, source.start)
     module = source.ready()
     if request.out is not None and request.out.suffix == ".gguf":
         check_gguf(module, source.origin, source.tokenizer)
@@ -191,6 +194,17 @@ def export_quantized(place: Path, target: Path, *, to: str, type: str | None) ->
         )
     made = export_gguf(module, origin, tokenizer, target, kind=kind)
     return {"exported": str(target), "load": f"llama_cpp.Llama({str(target)!r})", **made}
+
+
+def _check_says_eps(module: nn.Module, start: StartFolder) -> None:
+    """Raise BadInput for a module of one's own whose start folder says the epsilon of norms: no other folder does."""
+    if start.attributes and config_of(module) is None:
+        raise bad_input(
+            wanted="a model whose config says the epsilon of its norms, which a quantized folder keeps",
+            got=f"{type(module).__name__} with {min(start.attributes)} of {start.path}",
+            do="measure it without --out, or grow it to a multiple of the width, where no epsilon changes",
+            key="--out",
+        )
 
 
 def _check_target(out: Path | None, quantizer: Quantizer) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -18,10 +18,12 @@ from gossamer.job.run_files import folder_of
 from gossamer.job.training_data import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
+from gossamer.model.started_source import start_of
 from gossamer.run.checkpoint import read_model
 from gossamer.run.checkpoint.choice import LATEST, best_step, step_of
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, open_run
 
 _log = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ class TrainedRun:
     """The result of a run: its model in evaluation mode, from the checkpoint of step `step`.
 
     `best_step`: the step of the best checkpoint, where the run keeps one. `tokenizer` is None for a run on data other
-    than text, `origin` for a module that a program made.
+    than text, `origin` for a module that a program made. `start`: the start
+    folder that the run began from, which need not be there any more.
     """
 
     module: nn.Module
@@ -43,6 +46,7 @@ class TrainedRun:
     step: int
     base: str = ""  # folder, file or name of the model that the adapter goes on
     best_step: int | None = None
+    start: StartFolder | None = None
 
     @property
     def which(self) -> str:
@@ -74,6 +78,8 @@ def read_trained(run_dir: Path, module: nn.Module | None = None, *, checkpoint: 
     config, origin, base = directory.config(), None, ""
     step_of(directory.checkpoints, checkpoint)
     with standing_in(folder_of(directory)) as here:
+        start = start_of(config.model)
+        start = None if start is None else replace(start, path=start.path.absolute())
         tokenizer = _tokenizer(directory, config) if module is None or directory.tokenizer.is_dir() else None
         if module is None:
             with _importing(config, here):
@@ -90,6 +96,7 @@ def read_trained(run_dir: Path, module: nn.Module | None = None, *, checkpoint: 
         step=step,
         base=place,
         best_step=best_step(directory.checkpoints),
+        start=start,
     )
 
 

@@ -32,6 +32,7 @@ from gossamer.model.origin import origin_of
 from gossamer.model.precision import precision_of
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.source import ModelSource
+from gossamer.model.started_source import start_of
 from gossamer.recipe import Recipe
 from gossamer.run.batches import RankBatch, TextBatches, moved, row_slices
 from gossamer.run.checkpoint.choice import LATEST
@@ -40,6 +41,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Written
 from gossamer.store.gguf import read_summary
 from gossamer.store.quantized_folder import QuantizedFolder
+from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, names_run, open_run
 
 CALIBRATION = 128  # sequences in all
@@ -56,7 +58,7 @@ class WholeModel:
     """A trained model with weights of its own.
 
     `written_tokenizer`: as a configuration names it; `dtype`: that its weights are stored in; `length`: tokens of a
-    sequence; `config`: of a run.
+    sequence; `config`: of a run; `start`: the start folder that it began from.
     """
 
     place: Path
@@ -69,6 +71,7 @@ class WholeModel:
     length: int
     step: int | None = None
     config: RunConfig | None = None
+    start: StartFolder | None = None
 
     def ready(self) -> nn.Module:
         """Return the module in evaluation mode, on the GPU where there is one."""
@@ -116,7 +119,8 @@ def _of_weights(place: Path, how: Opening) -> WholeModel:
     check_no_choice(place, how.checkpoint)
     is_gguf = place.is_file() and place.suffix == ".gguf"
     _check_plain(place, how, is_gguf=is_gguf)
-    origin = origin_of(ModelSection(gguf=str(place)) if is_gguf else ModelSection(hf=str(place)))
+    section = ModelSection(gguf=str(place)) if is_gguf else ModelSection(hf=str(place))
+    origin = origin_of(section)
     check_weights(origin, place)
     return WholeModel(
         place=place,
@@ -127,6 +131,7 @@ def _of_weights(place: Path, how: Opening) -> WholeModel:
         loss=NextToken(),
         dtype=torch.float16 if is_gguf else _dtype_in(place),
         length=how.sequence or min(SEQUENCE, origin.positions() or SEQUENCE),
+        start=start_of(section),
     )
 
 
@@ -179,6 +184,12 @@ def _of_run(place: Path, how: Opening) -> WholeModel:
     if directory.config().model.adapter != "none" and not how.takes_adapter:
         do = f"export it merged first: gossamer export {place} FOLDER --to hf, and {how.verb} FOLDER"
         raise _adapter(place, how, do)
+    if directory.config().model.side != "none":
+        raise bad_input(
+            wanted=f"a whole model to {how.verb}",
+            got=f"a side network beside a frozen model in {place}, which would be lost",
+            do=f"{how.verb} the model that it was trained beside, which is as it was",
+        )
     trained = read_chosen(place, how.checkpoint)
     if quantized_layers(trained.module) and not how.takes_adapter:
         raise _quantized(how, f"the run {place}, which trained on a quantized folder")
@@ -196,6 +207,7 @@ def _of_run(place: Path, how: Opening) -> WholeModel:
         length=how.sequence or config.data.sequence,
         step=trained.step,
         config=config,
+        start=trained.start,
     )
 
 
@@ -237,10 +249,7 @@ def sampled_texts(model: WholeModel, how: Sampling) -> tuple[list[SampledText], 
     if model.config is None:
         return [], []
     config, directory = model.config, RunDirectory(open_run(model.place).path.absolute())
-    why = f"the run was trained on a dataset (data.factory {config.data.factory})" if config.data.factory else ""
-    if Recipe.loss_of(config).needs_reference:
-        why = "the run compared pairs of answers"
-    if why:
+    if why := why_no_text(config):
         raise bad_input(wanted="text to measure the loss on", got=f"none: {why}", do="name text files", key=FILES)
     data = config.data.model_copy(update={"sequence": model.length})
     with standing_in(folder_of(directory)):
@@ -254,6 +263,13 @@ def sampled_texts(model: WholeModel, how: Sampling) -> tuple[list[SampledText], 
         [SampledText(name="training text", batches=train, chosen=first)],
         [SampledText(name=name, batches=one, chosen=one.first(how.measured)) for name, one in opened.items()],
     )
+
+
+def why_no_text(config: RunConfig) -> str:
+    """Return why a run has no text on which the loss of its model can be measured; "" if it has one."""
+    if Recipe.loss_of(config).needs_reference:
+        return "the run compared pairs of answers"
+    return f"the run was trained on a dataset (data.factory {config.data.factory})" if config.data.factory else ""
 
 
 def _of_files(model: WholeModel, how: Sampling) -> tuple[list[SampledText], list[SampledText]]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.forward_adapter import caller_of
-from gossamer.model.model_profile import tied_names
 from gossamer.model.side_effects import untouched
 from gossamer.model.split.meta_init import without_storage
 from gossamer.model.structure.dimension import Dimension
@@ -58,7 +57,9 @@ class ModelStructure:
 
     dims: by parameter (tied ones once); uses: how each dim is used (see `trace`); reads: which norms' outputs a
     parameter reads, None for anything else; blocks: the repeated ones, in order; stream: the dimensions that the blocks
-    hand on; module: its outline, without data.
+    hand on; span: the numbers of the first and the last operator of the forward that takes a parameter, for those that
+    it uses; token_ids: of the table that they look up, 2 without one; buffers: shapes of the persistent ones, by name;
+    module: its outline, without data.
     """
 
     dims: Mapping[str, tuple[Dimension, ...]]
@@ -69,7 +70,9 @@ class ModelStructure:
     stream: frozenset[int]  # ids of roots
     limits: Mapping[int, tuple[str, ...]]  # id of a root without a form -> operators that forbid to resize it
     vocabulary: frozenset[int]  # ids of roots: of tables of token ids, and of logits
-    tied: tuple[tuple[str, ...], ...]
+    span: Mapping[str, tuple[int, int]]
+    token_ids: int
+    buffers: Mapping[str, tuple[int, ...]]
     module: nn.Module
 
     def how(self, name: str, dim: int) -> frozenset[str]:
@@ -130,7 +133,7 @@ def structure_of(module: nn.Module, *, tokens: int = TOKENS) -> ModelStructure:
         ]
         caller = caller_of(outline)
         batch = {"input_ids": torch.arange(_ROWS * tokens).reshape(_ROWS, tokens) % 2}
-        with torch.no_grad(), plain_attention(outline), DimensionTrace(outline) as trace:
+        with torch.no_grad(), plain_attention(outline), DimensionTrace(outline, batch["input_ids"]) as trace:
             output = caller(outline, batch)
         for hook in hooks:
             hook.remove()
@@ -138,7 +141,8 @@ def structure_of(module: nn.Module, *, tokens: int = TOKENS) -> ModelStructure:
     if not stream:
         stream = {id(leaf) for leaf in _table_width(trace).leaves()}
     logits = [trace.dims_of(one)[-1] for one in _logits(output)]
-    first = next((name for (name, _), how in trace.uses.of.items() if INDEXED in how), None)
+    indexed = (name for (name, _), how in trace.uses.of.items() if INDEXED in how)
+    first = next(iter((*trace.uses.tables, *indexed)), None)
     vocabulary = [*logits, *([trace.parameters[first][0]] if first is not None else [])]
     limits: dict[int, tuple[str, ...]] = {}
     for dim, why in trace.limits:
@@ -157,9 +161,16 @@ def structure_of(module: nn.Module, *, tokens: int = TOKENS) -> ModelStructure:
         stream=frozenset(stream),
         limits=limits,
         vocabulary=frozenset(id(leaf) for dim in vocabulary for leaf in dim.leaves()),
-        tied=tied_names(module),
+        span=trace.uses.span,
+        token_ids=2 if first is None else trace.parameters[first][0].size,
+        buffers=_persistent(module),
         module=outline,
     )
+
+
+def _persistent(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    held = module.state_dict(keep_vars=True).keys()
+    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers() if name in held}
 
 
 def _first_tensors(outputs: Sequence[Any]) -> Iterator[Tensor]:

@@ -9,6 +9,8 @@ from torch import nn
 from gossamer.model.structure.model import ModelStructure
 from gossamer.spec.errors import bad_input
 
+_DO = "give the target the source's epsilon, and a width that is a multiple of the source's: then none changes"
+
 
 def eps_attributes(structure: ModelStructure, wanted: Mapping[str, float]) -> dict[str, float]:
     """Return the attributes to set so that norms have the epsilon of `wanted` (by weight); none where they have it.
@@ -24,9 +26,9 @@ def eps_attributes(structure: ModelStructure, wanted: Mapping[str, float]) -> di
         names = [name for name, held in vars(module).items() if isinstance(held, float) and held == known[weight]]
         if len(names) != 1:
             raise bad_input(
-                wanted=f"epsilon {known[weight]:g} as an attribute of {path}, to scale it to {value:g}",
+                wanted=f"epsilon {known[weight]:g} as an attribute of {path}, to set it to {value:g}",
                 got=f"{len(names)} such attributes of {type(module).__name__}",
-                do="set the target's width to a multiple of the source's, where no epsilon changes",
+                do=_DO,
                 key="--to",
             )
         found[f"{path}.{names[0]}"] = value
@@ -53,7 +55,7 @@ def eps_keys(module: nn.Module, structure: ModelStructure, wanted: Mapping[str, 
             raise bad_input(
                 wanted=f"a config that can say epsilon {value:g} of {weight}",
                 got=why,
-                do="set the target's width to a multiple of the source's, where no epsilon changes",
+                do=_DO,
                 key="--to",
             )
         found |= dict.fromkeys(keys, value)

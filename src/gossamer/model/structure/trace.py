@@ -52,27 +52,37 @@ class _Seen:
     mean_square: tuple[int, Dimension, float] | None = None  # id of the tensor, dim, epsilon
     root: tuple[int, Dimension, float] | None = None  # the same: this is the inverse root (or the root) of that mean
     is_inverse: bool = True
+    is_ids: bool = False  # it is the token ids of the batch, or a view of them
 
 
 @dataclass(slots=True)
 class Uses:
-    """How parameters are used: (parameter, dim) -> how; and which normalization a parameter reads (None: no norm)."""
+    """How parameters are used: (parameter, dim) -> how; and which normalization a parameter reads (None: no norm).
+
+    span: the numbers of the first and the last operator that takes a parameter; tables: those that token ids look up.
+    """
 
     of: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     norms_read: dict[str, set[TracedNorm | None]] = field(default_factory=dict)
     norms: list[TracedNorm] = field(default_factory=list)
+    span: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tables: list[str] = field(default_factory=list)
 
     def add(self, name: str, dim: int | None, how: str) -> None:
         if dim is not None:
             self.of.setdefault((name, dim), set()).add(how)
 
+    def take(self, name: str, operator: int) -> None:
+        self.span[name] = (self.span.get(name, (operator,))[0], operator)
+
 
 class DimensionTrace(TorchDispatchMode):
-    """A mode in which the forward of `module` (an outline without data) is followed."""
+    """A mode in which the forward of `module` (an outline without data) on token `ids` is followed."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ids: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._operators = FakeTensorOps(module)
+        self._count = 0
         self._seen: dict[int, _Seen] = {}
         self.parameters: dict[str, Dims] = {}
         self.uses = Uses()
@@ -82,6 +92,7 @@ class DimensionTrace(TorchDispatchMode):
             self.parameters[name] = dims
             seen = _Seen(parameter, dims, is_tracked=True, of=(name, tuple(range(len(dims)))))
             self._seen[id(parameter)] = seen
+        self._of(ids).is_ids = True
 
     def dims_of(self, tensor: Tensor) -> Dims:
         """Return the dimensions of a tensor; new ones where it was never seen."""
@@ -91,6 +102,10 @@ class DimensionTrace(TorchDispatchMode):
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         seen = [self._of(x) for x in given]
+        self._count += 1
+        for one in seen:
+            if one.of is not None:
+                self.uses.take(one.of[0], self._count)
         out = self._operators.run(func, args, kwargs)
         is_tracked = any(one.is_tracked for one in seen)
         try:
@@ -115,6 +130,7 @@ class DimensionTrace(TorchDispatchMode):
         if like is not None:
             found.norm, found.square, found.mean_square = like.norm, like.square, like.mean_square
             found.root, found.is_inverse, found.is_tracked = like.root, like.is_inverse, like.is_tracked
+            found.is_ids = like.is_ids
         self._seen[id(tensor)] = found
         return found
 
@@ -272,6 +288,8 @@ class DimensionTrace(TorchDispatchMode):
             name, places = table.of
             self.uses.add(name, places[0], INDEXED)
             self.uses.add(name, places[1], WRITES)
+            if ids.is_ids:
+                self.uses.tables.append(name)
         self._put(out, (*ids.dims, table.dims[1]))
 
     # Reductions
