@@ -12,13 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from gossamer import grow
 from gossamer.grow import GrowthTask
+from gossamer.grow._parts import HEAD, STEM, placed
 from gossamer.model.frozen_source import FrozenSource
 from gossamer.model.origin import origin_of
 from gossamer.model.structure.model import structure_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
 from gossamer.store.start_folder import start_state
-from grow.grow_models import gpt2, llama
+from grow.grow_models import gpt2, llama, opt
 
 PARTS, COUNT = 3, 2  # blocks of the meta model, and real blocks of each part
 TIED = {"tie_word_embeddings": True}
@@ -139,3 +140,10 @@ def test_another_width_is_refused() -> None:
         grow.build({"part": {"index": 0}}).grow(
             task(llama(num_hidden_layers=2), llama(num_hidden_layers=3, intermediate_size=48))
         )
+
+
+def test_what_is_behind_the_blocks_is_found_by_the_forward() -> None:
+    """OPT registers its last norm before its blocks."""
+    where = {name: at for name, at, _ in placed(structure_of(opt()))}
+    assert where["model.decoder.final_layer_norm.weight"] == HEAD
+    assert where["model.decoder.embed_positions.weight"] == STEM

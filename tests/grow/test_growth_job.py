@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 import gossamer
+from gossamer import grow
 from gossamer.api import verbs
 from gossamer.model.adapter import adapt
 from gossamer.model.adapter import build as adapter
@@ -218,3 +219,94 @@ def test_what_a_part_lets_rest_is_in_the_command_that_goes_on(small: Path, tmp_p
     blocks = [name for name in trained if name.startswith("model.layers.")]
     assert {name.split(".")[2] for name in blocks} == {"1", "2"}
     assert trained - set(blocks) == {"model.norm.weight", "lm_head.weight"}
+
+
+class Running(nn.Module):
+    """Blocks and a root with statistics; the table of positions is larger than that of tokens, and comes first."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.positions, self.tokens = nn.Embedding(200, 8), nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(self.block() for _ in range(layers))
+        self.head = nn.Linear(8, 20)
+        self.register_buffer("seen", torch.ones(()))
+
+    @staticmethod
+    def block() -> nn.Module:
+        made = nn.Linear(8, 8)
+        made.register_buffer("seen", torch.ones(()))
+        return made
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+        for block in self.blocks:
+            x = x + block(x) * block.seen
+        found: Tensor = self.head(x * self.seen)
+        return found
+
+
+def test_persistent_buffers_are_those_of_the_blocks_they_come_from() -> None:
+    from gossamer.job.growth import GrowthSource, grown_between
+
+    config = load(None, given={"model": {"hf": "llama"}, "data": {"sequence": 16}}).config
+    small, large = Running(2), Running(4)
+    small.seen.fill_(3.0)
+    for block in small.blocks:
+        block.seen.fill_(2.0)
+    found = grown_between(GrowthSource(module=small.eval(), place="here"), large, grow.build("g_stack"), config)
+    held = dict(found.tensors)
+    assert held["seen"] == 3.0 and all(held[f"blocks.{at}.seen"] == 2.0 for at in range(4))
+    small.blocks[1].seen.fill_(5.0)
+    held = dict(
+        grown_between(GrowthSource(module=small, place="here"), Running(4), grow.build("g_stack"), config).tensors
+    )
+    assert [float(held[f"blocks.{at}.seen"]) for at in range(4)] == [2.0, 5.0, 2.0, 5.0]  # each with its block
+
+
+def test_the_next_command_of_a_part_says_what_rests(tmp_path: Path) -> None:
+    import shlex
+
+    export_hf(spread_out(llama()), None, None, tmp_path / "meta")
+    large = {**LLAMA, "num_hidden_layers": 3, "vocab_size": 50}
+    config = written(tmp_path, {"hf": "llama", "config": large})
+    data = verbs.grow(tmp_path / "meta", config, {"part": {"index": 1}}, out=tmp_path / "part")
+    overrides = shlex.split(data["next"])[3:]
+    trained = load(config, overrides).config.model
+    assert trained.freeze == ["."] or trained.freeze == (".",)
+    assert any(r"layers\.1\." in one for one in trained.unfreeze)
+    assert any("model\\.norm" in one for one in trained.unfreeze)  # behind the blocks: the last part has it
+
+
+def test_what_is_stacked_keeps_the_epsilon_and_the_special_ids_of_its_source(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ids = {"bos_token_id": 7, "eos_token_id": 9}
+    export_hf(spread_out(llama(rms_norm_eps=1e-2, **ids)), None, None, tmp_path / "small")
+    large = {**LLAMA, "num_hidden_layers": 4, "vocab_size": 50}
+    verbs.grow(tmp_path / "small", written(tmp_path, {"hf": "llama", "config": large}), "g_stack", out=tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.rms_norm_eps == 1e-2
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (7, 9)
+    assert (loaded.generation_config.bos_token_id, loaded.generation_config.eos_token_id) == (7, 9)
+    origin = origin_of(ModelSection(hf="llama", config=large, start=str(tmp_path / "out")))
+    assert torch.equal(logits(origin.build(1).eval()), logits(loaded))
+
+
+def test_a_side_network_is_not_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("the river walks slowly under a green lamp " * 100)
+    sections: dict[str, Any] = {
+        "train": {"steps": 1, "batch": 2, "evaluate_every": 0},
+        "data": {"source": f"text:{tmp_path}/a.txt", "sequence": 32},
+        "run": {"directory": str(tmp_path / "runs"), "display": "quiet"},
+    }
+    sizes = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
+    model = {"hf": "llama", "config": sizes, "side": {"unipt": {"reduction": 4}}}
+    run = Path(gossamer.train(model, None, sections).run.path)
+    config = written(tmp_path, {"hf": "llama", "config": {**sizes, "num_hidden_layers": 4}})
+    for made in (
+        lambda: verbs.grow(run, config, "g_stack", out=tmp_path / "out"),
+        lambda: verbs.prune(run, by="magnitude", out=tmp_path / "out"),
+        lambda: verbs.quantize(run, by="round_to_nearest", out=tmp_path / "out"),
+    ):
+        with pytest.raises(BadInput, match="side network"):
+            made()

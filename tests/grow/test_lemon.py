@@ -160,3 +160,14 @@ def test_what_cannot_be_grown_is_refused_by_name(make: Any, small: Any, large: A
 def test_settings_out_of_their_limits_are_refused() -> None:
     with pytest.raises(BadInput, match="spread"):
         grow.build({"lemon": {"spread": 1.0}})
+
+
+def test_squares_of_new_blocks_are_their_sources_mean() -> None:
+    """Updates are counted on: with squares of 0 the first ones would be several times as large."""
+    source, target = Plain(), Plain(layers=4)
+    moments = {f"square/{n}": torch.rand_like(p) for n, p in source.named_parameters()}
+    found = grow.build("lemon").grow(task_of(source, target, moments=moments, degrees={"square": 2})).moments
+    for new, old in ((1, 0), (3, 1)):
+        mean = moments[f"square/blocks.{old}.up.weight"].mean()
+        assert torch.allclose(found[f"square/blocks.{new}.up.weight"], mean.expand(36, 24))
+    assert all(bool((one > 0).all()) for one in found.values())

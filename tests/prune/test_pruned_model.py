@@ -13,10 +13,11 @@ from torch import nn
 import gossamer
 from gossamer.api.verbs import prune
 from gossamer.cli import main
+from gossamer.job.continued_model import write_continued
 from gossamer.model.origin import origin_of
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
-from gossamer.store.start_folder import StartFolder
+from gossamer.store.start_folder import MASKS, StartFolder
 from prune.experts import of_transformers
 
 LLAMA: dict[str, Any] = {
@@ -113,6 +114,28 @@ def test_a_run_is_pruned_on_its_own_text(place: Path, tmp_path: Path, monkeypatc
     masks = dict(StartFolder(tmp_path / "out").masks())
     params = dict(started.build(0).named_parameters())
     assert all(not bool(params[name][~mask].count_nonzero()) for name, mask in masks.items())
+
+
+@pytest.mark.parametrize("adapter", ["mask_lora", "lora"])
+def test_masks_go_on_to_the_next_phase_where_their_zeros_are_kept(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: str
+) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    prune(place / "llama", by="magnitude", out=tmp_path / "pruned", **options(place))
+    train = {"steps": 2, "batch": 4, "optimizer": {"adamw": {"lr": 0.1}}}
+    run = gossamer.train(
+        {"hf": str(tmp_path / "pruned"), "adapter": {adapter: {"targets": ["q_proj"]}}},
+        f"text:{place / 'text.txt'}",
+        {"data": {"sequence": 32, "validation": 0.5}, "train": train, "run": {"directory": "runs"}},
+    ).run.path
+    write_continued(run, tmp_path / "next")
+    before, after = (StartFolder(tmp_path / name) for name in ("pruned", "next"))
+    filled = {name for name in before.kinds(MASKS) if "q_proj" in name} if adapter == "lora" else set()
+    masks = dict(after.masks())
+    assert masks.keys() == before.kinds(MASKS).keys() - filled
+    for name, mask in masks.items():
+        assert torch.equal(mask, before.tensor(name, MASKS).bool()) and not bool(after.tensor(name)[~mask].any())
 
 
 def test_padding_does_not_count(place: Path, tmp_path: Path) -> None:

@@ -184,3 +184,41 @@ def test_killed_at_any_instant_it_goes_on(place: Place, seed: int) -> None:
     for phase, steps in zip(RunDirectory(run).phases, (4, 6, 4), strict=True):
         assert sorted(losses(phase.path)) == list(range(1, steps + 1))
         assert gossamer.load(phase.path).step == steps
+
+
+@pytest.mark.nightly
+def test_a_start_of_other_settings_is_made_anew(place: Place) -> None:
+    def phases(sparsity: float) -> list[dict[str, Any]]:
+        return [{"name": "a"}, {"name": "b", "by": {"magnitude": {"sparsity": sparsity}}}]
+
+    place.good("train", place.config(train={"phases": phases(0.5)}))
+    (run,) = place.runs()
+    shutil.rmtree(run / "phases" / "02-b")  # it never began
+    file = run / "run.yaml"
+    file.write_text(file.read_text().replace("0.5", "0.25"))
+    place.good("resume", run)
+    assert StartFolder(run / "starts" / "02-b").method == {"magnitude": {"sparsity": 0.25}}
+
+
+@pytest.mark.nightly
+def test_epsilon_and_masks_go_through_all_phases(place: Place) -> None:
+    """A width that is no multiple changes the epsilon; masks hold over a phase that goes on."""
+    wide = {"config": {**SIZES, "hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}}
+    first = {"config": {**SIZES, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}}
+    held = {"train": {"optimizer": {"static_mask": {"masks": "start"}}}}
+    phases = [
+        {"name": "small", "model": first},
+        {"name": "large", "by": "lemon", "model": wide},
+        {"name": "longer", "model": wide},
+        {"name": "sparse", "by": "magnitude", "model": wide, **held},
+        {"name": "on", "model": wide, **held},
+    ]
+    place.good("train", place.config(train={"phases": phases}))
+    (run,) = place.runs()
+    starts = [StartFolder(one) for one in sorted((run / "starts").iterdir())]
+    assert len(starts) == 4 and all(one.attributes == starts[0].attributes != {} for one in starts)
+    assert [bool(one.kinds("masks.safetensors")) for one in starts] == [False, False, True, True]
+    state = weights(run)
+    for name, mask in starts[3].masks():
+        zeros = state[name].detach()[~mask.bool()]
+        assert zeros.numel() and not zeros.any()

@@ -127,11 +127,19 @@ def _check_is_here(config: RunConfig, plan: Path | None, *, is_elsewhere: bool) 
 
 def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
     """Return the dry run of each phase. Raises BadInput, with the phase's name, for one that cannot run."""
-    from gossamer.job.phase_checks import check_fits, check_source, check_tokenizers, look_at
+    from gossamer.job.phase_checks import (
+        check_fits,
+        check_masks,
+        check_source,
+        check_tokenizers,
+        look_at,
+        starts_with_masks,
+    )
     from gossamer.settings.methods import check_names
 
     found: list[Any] = []
     last: Transition | None = None
+    has_masks = False
     for phase in phases:
         config = phase.config
         try:
@@ -141,7 +149,11 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
             check_names(phase.resolved)
             check_given(config)
             started_run.check_ranks(config, config.machines.processes)
-            look = look_at(config)
+            if found:
+                has_masks = transition.gives_masks or (has_masks and transition.keeps_masks)
+            else:
+                has_masks = starts_with_masks(config.model)
+            look = look_at(config, has_masks=has_masks)
             check_fits(look)
             if found:
                 _check_whole(last)
@@ -149,6 +161,7 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
                 check_tokenizers(found[-1], look)
                 with _keys_of(phase):
                     transition.check(found[-1], look, phase.by or "")
+                check_masks(look, has_masks=has_masks)
         except BadInput as error:
             raise of_phase(located(error, phase.resolved.origin), phase.name) from error
         found.append(look)

@@ -41,12 +41,15 @@ class StartRequest:
 class Transition:
     """How a category of methods makes a start folder. check: of the phase before, this one and the method: BadInput.
 
-    gives_integers: the phase begins with weights that no further phase can begin with.
+    gives_integers: the phase begins with weights that no further phase can begin with; gives_masks: the folder has
+    masks; keeps_masks: it has where the phase before began with some and kept them.
     """
 
     check: Callable[[PhaseLook, PhaseLook, Written], None]
     write: Callable[[StartRequest], Mapping[str, Any]]
     gives_integers: bool = False
+    gives_masks: bool = False
+    keeps_masks: bool = False
 
 
 def _same_shapes(before: PhaseLook, after: PhaseLook, by: Written) -> None:
@@ -110,10 +113,10 @@ def _quantized(asked: StartRequest) -> Mapping[str, Any]:
     return quantize_model(request, lambda name, done, total: None)
 
 
-CONTINUED = Transition(check=_same_shapes, write=_continued)
+CONTINUED = Transition(check=_same_shapes, write=_continued, keeps_masks=True)
 TRANSITIONS: Mapping[str, Transition] = {  # by category
     "grow": Transition(check=_can_grow, write=_grown),
-    "prune": Transition(check=_can_prune, write=_pruned),
+    "prune": Transition(check=_can_prune, write=_pruned, gives_masks=True),
     "quantize": Transition(check=_can_quantize, write=_quantized, gives_integers=True),
 }
 

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from gossamer import grow
+from gossamer import optimizer as optimizers
 from gossamer.job.dry_run import dry_run_with
 from gossamer.job.growth import GrowthSource, check_is_there, grown_between, whole_section
 from gossamer.job.training_data import training_data
 from gossamer.job.whole_model import why_no_text
 from gossamer.job.worker import origin_for
+from gossamer.model import adapter as adapters
 from gossamer.model.quantized_folder import quantized_folder_of
 from gossamer.model.source import ModelSource
+from gossamer.model.started_source import start_of
 from gossamer.partition.model_provider import OriginSource
-from gossamer.spec.config import RunConfig
+from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
-from gossamer.store.start_folder import state_shapes
+from gossamer.store.start_folder import MASKS, StartFolder, state_shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +38,13 @@ class PhaseLook:
     tokenizer: str
 
 
-def look_at(config: RunConfig) -> PhaseLook:
-    """Check and forecast a phase, whose start folder need not be there yet. Raises BadInput."""
+def look_at(config: RunConfig, *, has_masks: bool = False) -> PhaseLook:
+    """Check and forecast a phase, whose start folder need not be there yet. Raises BadInput.
+
+    has_masks: the folder will hold masks.
+    """
     data = training_data(config)
-    told = dry_run_with(_without_start(config), data)
+    told = dry_run_with(_without_start(config, has_masks=has_masks), data)
     bare = config.model_copy(update={"model": whole_section(config.model)})
     origin = origin_for(bare, data.corpus)
     return PhaseLook(
@@ -132,5 +138,33 @@ def check_growth(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     grown_between(small, after.origin.bare(after.config.train.seed).eval(), method, after.config)
 
 
-def _without_start(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"start": None})})
+def starts_with_masks(section: ModelSection) -> bool:
+    """Return whether a model begins from a folder that is there and has masks."""
+    start = start_of(section)
+    return start is not None and StartFolder.is_at(start.path) and bool(start.kinds(MASKS))
+
+
+def check_masks(look: PhaseLook, *, has_masks: bool) -> None:
+    """Raise BadInput for a phase that holds the zeros of masks, where the phase before leaves none."""
+    model, key = look.config.model, "train.optimizer"
+    wanted = optimizers.build(look.config.train.optimizer, key=key).keeps_masks
+    if not wanted and model.adapter != "none":
+        adapter = adapters.build(model.adapter)
+        wanted = any(getattr(adapter, name) != value for name, value in adapter.without_start.items())
+        key = "model.adapter"
+    if wanted and not has_masks:
+        raise bad_input(
+            wanted="masks, which a phase with `by` of a pruning leaves, for what holds their zeros",
+            got="none from the phase before",
+            do="prune in this phase (by: magnitude, say), or hold no zeros",
+            key=key,
+        )
+
+
+def _without_start(config: RunConfig, *, has_masks: bool) -> RunConfig:
+    changed: dict[str, Any] = {"start": None}
+    if has_masks and config.model.adapter != "none":
+        adapter = MethodConfig.parse(config.model.adapter)
+        given = adapters.REGISTRY.type(adapter.name, key=adapters.KEY).without_start
+        changed["adapter"] = MethodConfig(adapter.name, {**adapter.parameters, **given}).written()
+    return config.model_copy(update={"model": config.model.model_copy(update=changed)})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,7 +64,8 @@ class Adapter(ABC):
     empty: every linear layer in the repeated blocks. `takes_blocks`: it can adapt a layer whose weight is held in
     quantized blocks. `keeps_masks`: the merged weights keep the zeros that the masks of a start folder say.
     `replaces_layers`: it puts layers of its own in the place of the linear ones, by `replace`.
-    `is_scale`: its matrices multiply weights, so that they must not decay.
+    `is_scale`: its matrices multiply weights, so that they must not decay. `without_start`: settings with which it
+    needs nothing of a start folder, and has the same shapes.
     """
 
     targets: tuple[str, ...]
@@ -72,6 +73,7 @@ class Adapter(ABC):
     keeps_masks: ClassVar[bool] = False
     replaces_layers: ClassVar[bool] = False
     is_scale: ClassVar[bool] = False
+    without_start: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def config(self, paths: Sequence[str]) -> Any:

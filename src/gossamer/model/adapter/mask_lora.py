@@ -10,7 +10,7 @@ pattern such as 2:4 stays one. For the backward pass a layer keeps x, A and B; V
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -37,6 +37,7 @@ class MaskLora(Adapter):
     mask: Literal["start", "nonzero"] = "start"
     targets: tuple[str, ...] = ()
     keeps_masks: ClassVar[bool] = True
+    without_start: ClassVar[Mapping[str, Any]] = {"mask": "nonzero"}
 
     def __post_init__(self) -> None:
         check_rank(self.rank, 0.0)
