@@ -44,6 +44,7 @@ ELSEWHERE = (
     (r".* --on ray", "tests/system/test_launch_ray.py", "def test_two_nodes_train_one_run"),
     (r"gossamer lab run ", "tests/system/test_lab.py", "def test_four_hosts_train_what_one_process_trains"),
     (r"gossamer export .*--to side", "tests/model/test_side.py", "def test_exported_and_loaded_it_computes_the_same"),
+    (r"gossamer (train meta|eval whole)", "tests/grow/test_assemble.py", "def test_an_assembled_model_has_each"),
     (r"gossamer grow ", "tests/grow/test_growth_job.py", "def test_a_run_is_grown_with_its_moments_and_trains_on"),
     (r"gossamer train .*model\.start", "tests/run/test_start_folder.py", "def test_a_run_begins_with_weights"),
     (r"gossamer sweep .*--halving", "tests/system/test_sweep.py", "def test_halving_trains_the_better_half_on"),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gossamer
 from gossamer import grow
 from gossamer.api import verbs
+from gossamer.cli.grow import _told
 from gossamer.model.adapter import adapt
 from gossamer.model.adapter import build as adapter
 from gossamer.model.export import export_hf
@@ -203,6 +204,7 @@ def test_the_epsilon_of_a_source_goes_on_in_every_growth(tmp_path: Path) -> None
     config = written(tmp_path, {"hf": "llama", "config": {**LLAMA, "vocab_size": 50}})
     data = verbs.grow(tmp_path / "small", config, "g_stack", out=tmp_path / "out")
     assert data["logit_difference"] < 1e-12 and data["eps"] == [0.01]
+    assert "the epsilon of norms becomes 0.01" in _told(data)
     start = StartFolder(tmp_path / "out")
     assert start.config_keys == {"rms_norm_eps": 0.01} and len(start.attributes) == 5
     built = origin_of(ModelSection(hf="llama", config=LLAMA | {"vocab_size": 50}, start=str(tmp_path / "out"))).build(0)

@@ -59,6 +59,8 @@ def _told(data: Mapping[str, Any]) -> str:
             + (f", by {stored:.2g} as stored" if stored is not None else "")
             + f" (largest logit {data['largest_logit']:.3g})"
         )
+    if "eps" in data:
+        said.append(f"the epsilon of norms becomes {', '.join(f'{one:g}' for one in data['eps'])}")
     if "advised_source_tokens" in data:
         said.append(
             f"train the small model for about {data['advised_source_tokens']:,} tokens of the target's "
