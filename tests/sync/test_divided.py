@@ -22,6 +22,7 @@ from gossamer.recipe import ParameterRules
 from gossamer.recipe.plan_methods import PlanMethods
 from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.spec.errors import BadInput
+from gossamer.spec.parameter_rules import lines
 from gossamer.spec.plan import Plan
 from gossamer.spec.row_range import RowRange, parts_in, parts_of, whole_of
 from gossamer.sync import GradientReducer, StepContext, StepVote
@@ -278,6 +279,22 @@ def test_a_rule_for_a_parameter_is_one_for_its_parts() -> None:
     found = methods.exchange.by_name(["table", "head", "bias"])
     assert sorted(found) == ["bias", "head", "table", "table[0:3]", "table[3:6]", "table[6:10]"]
     assert {name: one.traits.lossless for name, one in found.items()} == {n: not n.startswith("table") for n in found}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "of_part"),
+    [
+        ("[0-9]", False, False),
+        ("^(?!table$)", False, False),
+        ("^table$", True, True),
+        (r"table(?!\.)", True, True),
+        (r"^(table\[0:3\])$", False, True),
+        (r"\[0:", False, True),
+    ],
+)
+def test_a_rule_speaks_of_parts_alone_where_it_names_their_rows(pattern: str, matches: bool, of_part: bool) -> None:
+    (rule,) = lines([(pattern, "all", "dense")], key="plan.exchange")
+    assert (rule.matches("table"), rule.matches("table[0:3]")) == (matches, of_part)
 
 
 def test_names_of_parts_are_read_as_they_are_written() -> None:
