@@ -142,7 +142,7 @@ def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
 
 
 def test_what_is_waited_for_is_saved_by_half_of_the_bytes_and_not_by_their_latency() -> None:
-    """Two messages of 1 s on the wire, 0.9 s and 0 s before the pass ends: of the 1 s of half of both 0.6 s is saved."""
+    """Two messages of 1 s, ready 0.9 s and 0 s before the pass ends: of the 1 s of half of both 0.6 s is saved."""
     one = Option((0.0, 0.0), (PricedMessage(1.0, latency_s=0.01),), 8, 0.0)
     buckets = tuple(BucketMeasurements((f"w[{i}:{i + 1}]",), 1, at, 0.0, (one,)) for i, at in enumerate((0.1, 1.0)))
     known = StepMeasurements(buckets, compute_s=1.5, backward_s=1.0, stolen=0.0)

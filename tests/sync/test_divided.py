@@ -281,6 +281,13 @@ def test_a_rule_for_a_parameter_is_one_for_its_parts() -> None:
     assert {name: one.traits.lossless for name, one in found.items()} == {n: not n.startswith("table") for n in found}
 
 
+def test_a_rule_for_rows_that_no_bucket_has_is_refused_with_the_reason() -> None:
+    written = [(r"^(table\[0:3\])$", "all", FEEDBACK), (".*", "all", "dense")]
+    for parts in ((), ("table[0:5]", "table[5:10]")):
+        with pytest.raises(BadInput, match=r"another plan\.buckets"):
+            ParameterRules.read(written, parts=parts).by_name(["table", "head"])
+
+
 @pytest.mark.parametrize(
     ("pattern", "matches", "of_part"),
     [

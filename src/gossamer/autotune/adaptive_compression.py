@@ -162,7 +162,7 @@ class AdaptiveCompression:
         return self._with(chosen), "; ".join(said)
 
     def _with(self, chosen: Mapping[str, tuple[str, Written]]) -> Exchanges:
-        """Return the chosen rules followed by those rules of the base that still serve a parameter, or a part of one."""
+        """Return the chosen rules, then those rules of the base that still serve a parameter or a part of one."""
         before = lines(self._base, key="plan.exchange")
         served = (*self._reducer.names, *parts_in(self.exchanger.plan.buckets))
         left = {exchange_methods.matching_rule(before, name) for name in served if whole_of(name) not in chosen}
