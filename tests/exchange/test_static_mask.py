@@ -9,6 +9,7 @@ import torch
 
 from exchange import crew
 from gossamer import exchange as exchange_methods
+from gossamer import sharding as sharding_methods
 from gossamer.comm.bucket import Bucket
 from gossamer.comm.message import Collective
 from gossamer.exchange.static_mask import StaticMask
@@ -90,6 +91,29 @@ def test_between_islands_it_masks_what_the_islands_have_summed() -> None:
     assert sent < whole
 
 
+@pytest.mark.parametrize("path", [["island"], ["island", "between"]], ids=str)
+@pytest.mark.parametrize(
+    "inter", ["static_mask", {"warmup": {"inner": "static_mask", "first": "static_mask"}}], ids=str
+)
+def test_with_rows_of_states_apart_masks_are_those_of_parameters(path: list[str], inter: object) -> None:
+    """Where each rank of an island sends some rows between islands, a mask of these rows alone would be another one."""
+    masks, dense = (
+        sharding_methods.build("zero1").exchange(exchange_methods.build({"hierarchical": {"inter": one}}), path)
+        for one in (inter, "dense")
+    )
+    found, _ = crew.world(masks, 4, [crew.bucket(WHERE, r) for r in range(4)], [masks.init(WHERE)] * 4)
+    wanted, _ = crew.world(dense, 4, [crew.bucket(WHERE, r) for r in range(4)], [dense.init(WHERE)] * 4)
+    for mine, mean in zip(found, wanted, strict=True):
+        own = mean.mean != 0  # the rows that this rank owns
+        assert own.any() and torch.allclose(mine.mean[own], masked(mean.mean)[own])
+
+
+def test_parts_of_a_parameter_are_refused() -> None:
+    part = crew.layout({"layers.0.up.weight[0:12]": (12, 16)})
+    with pytest.raises(BadInput, match=r"whole parameters .* layers\.0\.up\.weight\[0:12\]"):
+        exchange_methods.build({"hierarchical": {"inter": "static_mask"}}).check(part, crew.levels_of(4))
+
+
 def test_what_is_masked_counts_as_lost() -> None:
     one = StaticMask()
     x = crew.bucket(WHERE, 0)
@@ -101,7 +125,12 @@ def test_what_is_masked_counts_as_lost() -> None:
 
 @pytest.mark.parametrize(
     ("written", "said"),
-    [({"sparsity": 1.0}, "sparsity"), ({"parameters": ["("]}, "regular"), ({"inner": "static_mask"}, "without a mask")],
+    [
+        ({"sparsity": 1.0}, "sparsity"),
+        ({"parameters": ["("]}, "regular"),
+        ({"inner": "static_mask"}, "without a mask"),
+        ({"inner": {"warmup": {"inner": "static_mask"}}}, "without a mask"),
+    ],
 )
 def test_bad_settings_are_named(written: dict[str, object], said: str) -> None:
     with pytest.raises(BadInput, match=said):

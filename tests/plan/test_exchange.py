@@ -141,6 +141,16 @@ def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:
     assert sorted(decision.waited()) == [f"block.{b}.w" for b in range(4)]
 
 
+def test_what_is_waited_for_is_saved_by_half_of_the_bytes_and_not_by_their_latency() -> None:
+    """Two messages of 1 s, ready 0.9 s and 0 s before the pass ends: of the 1 s of half of both 0.6 s is saved."""
+    one = Option((0.0, 0.0), (PricedMessage(1.0, latency_s=0.01),), 8, 0.0)
+    buckets = tuple(BucketMeasurements((f"w[{i}:{i + 1}]",), 1, at, 0.0, (one,)) for i, at in enumerate((0.1, 1.0)))
+    known = StepMeasurements(buckets, compute_s=1.5, backward_s=1.0, stolen=0.0)
+    assert waited_for(known, [one, one], [[0, 1]]) == pytest.approx((0.6,))
+    parts = choose(known, lossy=False, candidates=KINDS[:1]).waited()
+    assert parts == pytest.approx({"w": sum(waited_for(known, [one, one])) / 2}), "policies know parameters, not parts"
+
+
 def bucket_of(ready_s: float, cpu_s: float, wire_s: float) -> BucketMeasurements:
     return BucketMeasurements(("w",), 1, ready_s, 1.0, (Option.of_one_message(cpu_s, wire_s, 8, 0.0),))
 

@@ -198,7 +198,7 @@ def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[
         gradients=gradients,
         gather=lambda row: torch.tensor([row], dtype=torch.float64),
     )
-    plan = SimpleNamespace(exchange="dense", adapted_from="")
+    plan = SimpleNamespace(exchange="dense", adapted_from="", buckets=())
     exchanger: Any = SimpleNamespace(plan=plan, waited=lambda: waited, change=lambda *given, **more: None)
     return AdaptiveCompression(policy=policy, every=every, window=window, exchanger=exchanger, replica=replica)
 
@@ -222,6 +222,20 @@ def test_what_nobody_waits_for_hardly_counts_where_it_is_known() -> None:
     one = adapting(every=1, window=1, waited={"a": 0.0, "b": 0.8}, chosen=seen)
     one.replan(1)
     assert seen[0].names == ("a", "b") and seen[0].exposed == (0.05, 0.8)
+
+
+def test_rules_of_parts_stay_where_their_parameter_is_not_adapted() -> None:
+    fed_back = {"error_feedback": {"two_shot": "int8"}}
+    base = [(r"^(a\[0:2\])$", "all", fed_back), (r"^(b\[0:2\])$", "all", fed_back), (".*", "all", "dense")]
+    one, found = adapting(every=1, window=1, waited={}, chosen=[]), list[Any]()
+    one.exchanger.plan.exchange = base
+    one.exchanger.plan.buckets = (("a[0:2]",), ("a[2:3]",), ("b[0:2]",), ("b[2:3]",))
+    one.exchanger.change = lambda written, *given, **more: found.append(written)  # type: ignore[method-assign]
+    one.policy.choose = lambda statistics, paths: AdaptChoices(  # type: ignore[method-assign]
+        (("^b$", "all", "topk"), (".*", "all", "dense")), ""
+    )
+    one.replan(1)
+    assert found == [[("^(b)$", "all", "topk"), base[0], base[2]]]
 
 
 def test_encode_times_of_other_sizes_lie_between_those_that_were_timed() -> None:

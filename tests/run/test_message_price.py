@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -46,6 +48,36 @@ def test_all_ranks_find_the_same_price_and_it_is_not_nothing() -> None:
     assert found[0] == found[1] == found[2]
     assert 0 < found[0].start_s < 1.0 and 0 <= found[0].byte_s < 1e-6
     assert "a message" in found[0].show()
+
+
+THREADS_OF_THE_WORK = """
+import os, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from gossamer.autotune.message_price import message_price
+from gossamer.comm.channel.local import LocalChannel
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
+from gossamer.spec.network import Link
+
+def beside_python():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+def measure(channel):  # with messages so small that torch adds them up in one thread
+    pump = CommThread(channel, observe=lambda *_: seen.append(beside_python()))
+    message_price(pump, Link(latency_s=1e-4, bytes_per_s=1e6), torch.device("cpu"))
+
+torch.set_num_threads(4)
+seen = [beside_python()]
+with ThreadPoolExecutor(2) as ranks:
+    list(ranks.map(measure, LocalChannel.world(2, ProcessGroups.flat(2), patience_s=30.0)))
+print(len(seen) > 1, max(seen) - seen[0])
+"""
+
+
+def test_the_work_beside_messages_is_not_counted_as_theirs() -> None:
+    """It must start no threads of torch: what these compute for it cannot be told from what messages take."""
+    ran = subprocess.run([sys.executable, "-c", THREADS_OF_THE_WORK], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", "0"]
 
 
 def test_a_rank_that_is_alone_sends_nothing() -> None:

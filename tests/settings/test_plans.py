@@ -72,6 +72,20 @@ def test_what_is_written_and_is_what_the_plan_says_is_taken(given: str, file: Pa
     assert with_plan(load(None, [given]), file, ranks=2).config.plan.sharding == "zero2"
 
 
+def test_an_earlier_schedule_that_recomputes_is_compared_as_the_saver_that_it_is_now(tmp_path: Path) -> None:
+    staged = Plan(mesh=MeshSizes(pipe=2), rows=(8,), microbatches=(4,), pipeline_schedule="gpipe")
+    given = ["plan.pipeline_schedule={recompute: gpipe}", "plan.mesh.pipe=2"]
+    for savers in ((), ("recompute",)):
+        plan = staged.model_copy(update={"savers": savers})
+        (tmp_path / "p.yaml").write_text(yaml.safe_dump(plan.model_dump(mode="json")))
+        if savers:
+            assert with_plan(load(None, given), tmp_path / "p.yaml").config.plan.savers == ["recompute"]
+            continue
+        with pytest.raises(BadInput, match="wanted the value of the plan") as error:
+            with_plan(load(None, given), tmp_path / "p.yaml")
+        assert error.value.key == "plan.savers"
+
+
 def test_what_a_run_measured_for_itself_contradicts_nothing(tmp_path: Path) -> None:
     paced = PLAN.model_copy(update={"sharding": "none", "sync": {"diloco": {"sync_every": 4, "local_steps": [4, 2]}}})
     (tmp_path / "p.yaml").write_text(yaml.safe_dump(paced.model_dump(mode="json")))

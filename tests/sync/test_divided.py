@@ -22,6 +22,7 @@ from gossamer.recipe import ParameterRules
 from gossamer.recipe.plan_methods import PlanMethods
 from gossamer.run.checkpoint.exchange_state import SavedExchanges
 from gossamer.spec.errors import BadInput
+from gossamer.spec.parameter_rules import lines
 from gossamer.spec.plan import Plan
 from gossamer.spec.row_range import RowRange, parts_in, parts_of, whole_of
 from gossamer.sync import GradientReducer, StepContext, StepVote
@@ -85,7 +86,9 @@ def stepped(module: nn.Module, replica: GradientReducer, rank: int, steps: range
     return found
 
 
-def everywhere(run: Any, ranks: int = 3) -> list[Any]:
+def everywhere(run: Any, islands: tuple[tuple[int, ...], ...] = ()) -> list[Any]:
+    levels = ProcessGroups.islands(islands) if islands else ProcessGroups.flat(3)
+
     def on(channel: Channel) -> Any:
         pump = CommThread(channel)
         try:
@@ -93,8 +96,8 @@ def everywhere(run: Any, ranks: int = 3) -> list[Any]:
         finally:
             pump.close()
 
-    with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(on, LocalChannel.world(ranks, ProcessGroups.flat(ranks), patience_s=30.0)))
+    with ThreadPoolExecutor(3) as threads:
+        return list(threads.map(on, LocalChannel.world(3, levels, patience_s=30.0)))
 
 
 def same(a: Any, b: Any) -> None:
@@ -172,6 +175,36 @@ def test_residuals_go_on_in_the_same_rows_whatever_the_parts(then: Sequence[Sequ
         same(ahead, resumed)
 
 
+NESTED = {"hierarchical": {"inter": FEEDBACK}}
+
+
+@pytest.mark.parametrize("then", [PARTS, ()], ids=["parts", "whole"])
+def test_residuals_of_parts_go_on_where_their_exchanges_keep_them_at_other_depths(
+    then: Sequence[Sequence[str]],
+) -> None:
+    """One part keeps its residual as e, the others as 0/e; then it is the other way around, or one exchange for all."""
+
+    def of(first: Any, rest: Any) -> dict[str, Exchange]:
+        one, other = exchange_methods.build(first), exchange_methods.build(rest)
+        return {**dict.fromkeys(("table", "head", "bias", "table[3:6]", "table[6:10]"), other), "table[0:3]": one}
+
+    def owed(replica: GradientReducer) -> Tensor:
+        return sum((t for n, t in replica.states().items() if n.endswith("e@table")), torch.zeros(10, 36))
+
+    def run(pump: CommThread) -> Any:
+        module = lopsided()
+        params = dict(module.named_parameters())
+        replica = GradientReducer(params, of(FEEDBACK, NESTED), pump, bucket_bytes=1 << 20, buckets=PARTS)
+        stepped(module, replica, pump.channel.rank, range(3))
+        before = owed(replica).clone()
+        replica.adopt(of(NESTED, FEEDBACK if then else NESTED), bucket_bytes=1 << 20, buckets=then)
+        return before, owed(replica)
+
+    for before, after in everywhere(run, islands=((0,), (1,), (2,))):
+        assert before[:3].any() and before[3:].any()
+        assert torch.equal(before, after)
+
+
 class Stored:
     """The exchange states of one rank, as a checkpoint has them."""
 
@@ -179,6 +212,9 @@ class Stored:
 
     def __init__(self, states: Mapping[str, Tensor]) -> None:
         self.states = {f"exchange/{n}": t.clone() for n, t in states.items()}
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.states)
 
     def versions(self, name: str) -> tuple[int, ...]:
         return (0,) if name in self.states else ()
@@ -195,7 +231,7 @@ def test_a_checkpoint_is_restored_to_other_parts_with_what_is_owed_and_factors_t
     stepped(module, before, 0, range(2))
     saved = Stored(before.states())
     assert any("@table[" in name for name in saved.states), "factors are those of a part"
-    for then in (PARTS, (("table[0:5]",), ("table[5:10]",))):
+    for then in (PARTS, (("table[0:5]",), ("table[5:10]",)), ()):
         _, after = replica_of(alone, written, then)
         fresh = after.states()
         given: Any = SimpleNamespace(rank=0, ranks=1)
@@ -243,6 +279,29 @@ def test_a_rule_for_a_parameter_is_one_for_its_parts() -> None:
     found = methods.exchange.by_name(["table", "head", "bias"])
     assert sorted(found) == ["bias", "head", "table", "table[0:3]", "table[3:6]", "table[6:10]"]
     assert {name: one.traits.lossless for name, one in found.items()} == {n: not n.startswith("table") for n in found}
+
+
+def test_a_rule_for_rows_that_no_bucket_has_is_refused_with_the_reason() -> None:
+    written = [(r"^(table\[0:3\])$", "all", FEEDBACK), (".*", "all", "dense")]
+    for parts in ((), ("table[0:5]", "table[5:10]")):
+        with pytest.raises(BadInput, match=r"another plan\.buckets"):
+            ParameterRules.read(written, parts=parts).by_name(["table", "head"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches", "of_part"),
+    [
+        ("[0-9]", False, False),
+        ("^(?!table$)", False, False),
+        ("^table$", True, True),
+        (r"table(?!\.)", True, True),
+        (r"^(table\[0:3\])$", False, True),
+        (r"\[0:", False, True),
+    ],
+)
+def test_a_rule_speaks_of_parts_alone_where_it_names_their_rows(pattern: str, matches: bool, of_part: bool) -> None:
+    (rule,) = lines([(pattern, "all", "dense")], key="plan.exchange")
+    assert (rule.matches("table"), rule.matches("table[0:3]")) == (matches, of_part)
 
 
 def test_names_of_parts_are_read_as_they_are_written() -> None:

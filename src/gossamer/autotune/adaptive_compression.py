@@ -30,6 +30,7 @@ from gossamer.run.trainer_services import Replan
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges, Written, told
 from gossamer.spec.parameter_rules import LAST_RESORT, lines
+from gossamer.spec.row_range import parts_in, whole_of
 from gossamer.spec.statistics import Paths, Statistics
 from gossamer.sync import GradientReducer
 
@@ -161,9 +162,10 @@ class AdaptiveCompression:
         return self._with(chosen), "; ".join(said)
 
     def _with(self, chosen: Mapping[str, tuple[str, Written]]) -> Exchanges:
-        """Return the chosen rules followed by those rules of the base that still serve a parameter."""
+        """Return the chosen rules, then those rules of the base that still serve a parameter or a part of one."""
         before = lines(self._base, key="plan.exchange")
-        left = {exchange_methods.matching_rule(before, name) for name in self._reducer.names if name not in chosen}
+        served = (*self._reducer.names, *parts_in(self.exchanger.plan.buckets))
+        left = {exchange_methods.matching_rule(before, name) for name in served if whole_of(name) not in chosen}
         found: list[AdaptRule] = []
         for level, written in {told(w): (level, w) for level, w in chosen.values()}.values():
             names = [n for n, (_, w) in chosen.items() if w == written]

@@ -1,7 +1,8 @@
 """Measure what a message costs a rank's processors beside its encoding: hand-offs between threads, and the transport.
 
 All ranks call it together, while no step is in flight. Small messages go through the communication thread while this
-thread multiplies matrices, as in a backward pass. What the other threads of the process compute meanwhile is theirs:
+thread computes, as in a backward pass. What the other threads of the process compute meanwhile is theirs, so this
+thread adds up one vector, which torch never divides among threads of its own, as it does matrix products:
 
     start_s     of a message of one number to the next rank
     byte_s      of a byte: a sum of up to a quarter of a million numbers, less that message
@@ -30,7 +31,7 @@ _MESSAGES, _LEAST = 32, 4  # of a reading
 _READING_S = 0.25  # what a reading takes, unless its least messages take longer
 _CARRIED_S = 0.02  # of the link: the bytes of a large message
 _LARGEST_BYTES = 1 << 20
-_MATMULS = 8  # of 256 x 256 between two messages
+_SUMS, _SUMMED = 64, 1 << 14  # running sums of so many numbers between two messages
 
 
 def message_price(pump: CommThread, link: Link, device: torch.device) -> MessagePrice:
@@ -71,14 +72,15 @@ def _count(pump: CommThread, made: Callable[[], Message]) -> int:
 
 def _beside_work(pump: CommThread, made: Callable[[], Message], count: int) -> float:
     """Return the processor seconds of the other threads for one of `count` messages; the median of some readings."""
-    a, found = torch.ones(256, 256), list[float]()
+    numbers, found = torch.ones(_SUMMED), list[float]()
+    sums = torch.empty_like(numbers)
     for _ in range(_READINGS):
         messages = [made() for _ in range(count)]
         step = pump.begin([1] * count)
         others = time.process_time() - time.thread_time()
         for number, message in enumerate(messages):
-            for _ in range(_MATMULS):
-                a @ a
+            for _ in range(_SUMS):
+                torch.cumsum(numbers, 0, out=sums)
             step.submit(number, _sent(message))
         for number in range(count):
             step.result(number)

@@ -28,6 +28,7 @@ from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.exchange.dense import Dense
 from gossamer.ops.static_mask import StaticMaskDraw
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.row_range import RowRange, whole_of
 from gossamer.spec.validate import below_one
 
 
@@ -103,6 +104,14 @@ class StaticMask(Exchange):
         return None  # of a gradient of masked weights alone everything is lost
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        part = next((one.name for one in layout.entries if RowRange.read(one.name)), None)
+        if part is not None:
+            raise bad_input(
+                wanted="whole parameters in the buckets of static_mask, whose masks are drawn for a parameter",
+                got=part,
+                do=f"name {whole_of(part)} in its place, or leave plan.buckets out",
+                key="plan.buckets",
+            )
         self.inner.check(self._part(layout).layout, levels)
 
     def _part(self, layout: Layout) -> _KeptPart:

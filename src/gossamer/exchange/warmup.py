@@ -56,6 +56,7 @@ class Warmup(Exchange):
             lossless=lossless,
             fixed_size=False,
             remembers=not lossless and all(t.lossless or t.remembers for t in both),
+            masked=any(t.masked for t in both),
         )
 
     def init(self, layout: Layout) -> ExchangeState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from gossamer.spec.parameter_rules import LAST_RESORT, PARTNER, ParameterRule, l
 from gossamer.spec.row_range import whole_of
 from gossamer.spec.suggest import nearest
 
+_ROWS = re.compile(r"\\?\[\d+:\d+\\?\]")  # the rows of a part, in a pattern
 _EXACT = "dense"  # inside an island: as the numbers are; and what serves a parameter that no line speaks of
 
 
@@ -120,6 +122,8 @@ class ParameterRules:
                 said = f"every parameter that {line.pattern!r} matches is served by an earlier line: move this line up"
                 raise BadInput(said, key=line.key)
             some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            if _ROWS.search(line.pattern):
+                some += "; this line names rows, as another plan.buckets divides a parameter"
             raise bad_input(
                 wanted="a pattern that is found in the name of some trainable parameter",
                 got=repr(line.pattern),

@@ -70,7 +70,8 @@ def contradictions(
     Units and cuts, which need the model, are compared where the model is split.
     """
     for key, field, asked, has in _compared(config, plan):
-        if key in given and asked != "auto" and not _alike(key, asked, has):
+        is_given = key in given or key == "plan.savers"  # an earlier pipeline_schedule, recompute, gives it as well
+        if is_given and asked != "auto" and not _alike(key, asked, has):
             where = lines.get(field.partition(".")[0], name)
             yield bad_input(
                 wanted=f"the value of the plan, {_told(has)} ({field} in {where})",

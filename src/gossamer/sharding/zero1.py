@@ -73,6 +73,8 @@ class Zero1(Sharding):
             given = Hierarchical(given, given.codec)
         if not isinstance(given, Hierarchical) or not is_by_number(given.inter):
             return given
+        if given.inter.traits.masked and not self.whole:  # masks are drawn for a parameter with all its rows
+            return given
         between = _scattered(given.inter, whole=self.whole) if "between" in path else given.inter
         return HierarchicalReduceScatter(between, given.intra_codec, self.whole)
 

@@ -29,9 +29,13 @@ class ParameterRule:
     def matches(self, name: str) -> bool:
         """Return whether the pattern, a regular expression, is found anywhere in the name of a parameter or of a part.
 
-        What matches a parameter matches its parts.
+        What matches a parameter matches its parts. Of those alone speaks what is found at the bracket of their rows:
+        "[0-9]", which is not found in "head.weight", does not match "head.weight[0:2048]".
         """
-        return any(re.search(self.pattern, one) is not None for one in {name, whole_of(name)})
+        whole = whole_of(name)
+        if whole == name or re.search(self.pattern, whole):
+            return re.search(self.pattern, whole) is not None
+        return any(found.start() <= len(whole) < found.end() for found in re.finditer(self.pattern, name))
 
     @property
     def method_key(self) -> str:

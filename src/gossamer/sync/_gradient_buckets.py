@@ -262,24 +262,33 @@ class GradientBuckets:
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
         for slot in self.slots:
-            part = _part(slot.layout, self.params)
-            own = (
-                {}
-                if part is None
-                else {
-                    f"{path}@{part.name}": states[f"{path}@{part.whole}"][part.start : part.stop]
-                    for path in _by_row(slot)
-                    if states
-                }
-            )
-            slot.state = refilled(slot.layout, slot.state, {**states, **own})
+            slot.state = refilled(slot.layout, slot.state, self._of(slot, states))
+
+    def _of(self, slot: BucketState, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return `states`, and of what is kept of each row the rows of which the bucket is a part, by its name."""
+        part = _part(slot.layout, self.params)
+        if part is None:
+            return states
+        shape, by_row, rows = self.params[part.whole].shape, _by_row(slot), dict[str, Tensor]()
+        for name, tensor in states.items():
+            path, _, whole = name.partition("@")
+            if whole == part.whole and tensor.shape == shape and (path in by_row or is_residual(path)):
+                rows[f"{path}@{part.name}"] = tensor[part.start : part.stop]
+        return {**states, **rows}
 
     def carry_over(self, held: Mapping[str, Tensor]) -> None:
-        """Load those of the states `held` by the buckets before that have the same name and size, and residuals."""
-        owed = {_last(n): t for n, t in held.items() if is_residual(n)}
-        fresh = self.states()
-        there = {n: held.get(n, owed.get(_last(n), t)) for n, t in fresh.items()}
-        self.restore({n: there[n] if there[n].shape == t.shape else t for n, t in fresh.items()})
+        """Load those of the states `held` by the buckets before that have the same name and size, and residuals.
+
+        Residuals that no exchange keeps at their depth any more are added to one that it does keep.
+        """
+        for slot in self.slots:
+            before, now = self._of(slot, held), state_by_name(slot.layout, slot.state)
+            there = {n: before[n] if n in before and before[n].shape == t.shape else t for n, t in now.items()}
+            for name, tensor in before.items():
+                heirs = [] if name in now or not is_residual(name) else [n for n in now if _last(n) == _last(name)]
+                if heirs and tensor.shape == there[heirs[0]].shape:
+                    there[heirs[0]] = there[heirs[0]] + tensor.to(there[heirs[0]])
+            slot.state = refilled(slot.layout, slot.state, there)
 
     def check_owed(self, exchanges: Mapping[str, Exchange]) -> None:
         """Raise BadInput where one of `exchanges`, by parameter name, keeps no residual and there is one now."""

@@ -104,12 +104,21 @@ class Decision:
         return self.best.step_s <= (1 + SLACK) * now.step_s and self.best.lost < _MILDER * now.lost
 
     def waited(self) -> dict[str, float]:
-        """Return by parameter the part of its exchange's time on the wire that the step waits for."""
+        """Return by parameter the part of its exchange's time on the wire that the step waits for.
+
+        Of a divided parameter it is the mean of its parts, by their rows.
+        """
         buckets, options = self.best.facts.buckets, _options(self.best)
         each = -(-len(buckets) // _WATCHED_BUCKETS) or 1
         runs = [range(at, min(at + each, len(buckets))) for at in range(0, len(buckets), each)]
         parts = waited_for(self.best.facts, options, runs)
-        return {n: part for run, part in zip(runs, parts, strict=True) for bucket in run for n in buckets[bucket].names}
+        found, numels = dict[str, float](), dict[str, int]()
+        for run, part in zip(runs, parts, strict=True):
+            for bucket in (buckets[place] for place in run):
+                for name in map(whole_of, bucket.names):  # a part has its bucket to itself
+                    found[name] = found.get(name, 0.0) + part * bucket.numel
+                    numels[name] = numels.get(name, 0) + bucket.numel
+        return {name: total / max(1, numels[name]) for name, total in found.items()}
 
 
 def choose(

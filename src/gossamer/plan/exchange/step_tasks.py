@@ -76,11 +76,7 @@ def waited_for(
         halved = [*jobs]
         for bucket in run:
             ready_s, turns_s, messages = jobs[bucket]
-            halved[bucket] = (
-                ready_s,
-                turns_s,
-                tuple((k, busy / 2, alone - busy / 2, s) for k, busy, alone, s in messages),
-            )
+            halved[bucket] = ready_s, turns_s, tuple((k, busy / 2, late, hops) for k, busy, late, hops in messages)
         half_s = sum(busy for bucket in run for _, busy, _, _ in halved[bucket][2])
         saved = now - schedule_jobs(facts, halved).step_s if half_s else 0.0
         found.append(min(1.0, max(0.0, saved / half_s)) if half_s else 0.0)

@@ -70,11 +70,11 @@ def mask_with_verification(recipe: Recipe) -> BadInput | None:
 
 
 def mask_with_policy(recipe: Recipe) -> BadInput | None:
-    """Return an error for a masked exchange that a policy would put others in place of."""
-    if recipe.policy is None or not _masks(recipe.exchanges):
+    """Return an error for a masked exchange that a policy would put others in place of, or in place of others."""
+    if recipe.policy is None or not (_masks(_met(recipe)) or "static_mask" in told(recipe.config.plan.adapt)):
         return None
     return bad_input(
-        wanted="no policy with plan.exchange static_mask, as a policy wraps exchanges in feedback",
+        wanted="no policy with the exchange static_mask, as a policy wraps exchanges in feedback or replaces them",
         got=f"plan.adapt {told(recipe.config.plan.adapt)}",
         do="leave plan.adapt out",
         key="plan.adapt",

@@ -10,7 +10,7 @@ import torch
 
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged
-from gossamer.spec.row_range import RowRange
+from gossamer.spec.row_range import RowRange, whole_of
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 from gossamer.sync import GradientReducer
 
@@ -41,7 +41,8 @@ class SavedExchanges(Stateful):
         former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
         now = self.replica.states()
         held = {n: source.versions(f"exchange/{n}") for n in now}
-        anew = {n: t for n, t in now.items() if not held[n] and RowRange.read(n.partition("@")[2]) is not None}
+        divided = {whole_of(n) for n in source.names()} - source.names()
+        anew = {n: t for n, t in now.items() if not held[n] and (f"exchange/{n}" in divided or RowRange.read(n))}
         names = [n for n in now if n not in anew]  # what is kept of each row is there, whatever the parts were
         held = {n: held[n] for n in names}
         if former == ranks and all(rank in versions for versions in held.values()):
