@@ -186,9 +186,7 @@ def test_a_loss_is_measured_on_the_text_of_the_phase_before(corpus: Path) -> Non
         for one in (config, config.model_copy(update={"data": config.data.model_copy(update={"factory": "my:data"})}))
     ]
     check_text(looks[0], "wanda")
-    with pytest.raises(
-        BadInput, match=r"data: wanted a phase before with text, .*data\.factory my:data"
-    ):
+    with pytest.raises(BadInput, match=r"data: wanted a phase before with text, .*data\.factory my:data"):
         check_text(looks[1], "wanda")
 
 
