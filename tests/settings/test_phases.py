@@ -11,6 +11,7 @@ import pytest
 from gossamer.api.phased_run import train_command
 from gossamer.api.transitions import CONTINUED, TRANSITIONS, transition_of
 from gossamer.job.in_process import config_from
+from gossamer.job.phase_checks import PhaseLook, check_text
 from gossamer.settings import Resolved, load, show
 from gossamer.settings.phases import Phase, phases_of
 from gossamer.spec.errors import BadInput
@@ -175,6 +176,18 @@ def test_what_a_growth_needs_is_looked_for_before_the_first_step(
         train_command(loaded({"name": "a"}, {"name": "b", "by": by, "model": model}))
     assert re.match(r"phase b: (python: )?(train\.phases\.1\.by|model): ", str(caught.value))
     assert not Path("runs").exists()
+
+
+def test_a_loss_is_measured_on_the_text_of_the_phase_before(corpus: Path) -> None:
+    config = loaded({"name": "a"}).config
+    none: Any = None
+    looks = [
+        PhaseLook(config=one, told={}, origin=none, shapes={}, tokenizer="")
+        for one in (config, config.model_copy(update={"data": config.data.model_copy(update={"factory": "my:data"})}))
+    ]
+    check_text(looks[0], "wanda")
+    with pytest.raises(BadInput, match=r"data: wanted a phase before with text, .*data\.factory my:data"):
+        check_text(looks[1], "wanda")
 
 
 def test_a_dry_run_shows_each_phase(corpus: Path) -> None:
