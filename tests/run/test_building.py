@@ -22,6 +22,7 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.origin import origin_of
 from gossamer.run.batches import DatasetBatches
+from gossamer.loss import Loss
 from gossamer.spec.config import RunConfig
 
 class Blocks(nn.Module):
@@ -37,8 +38,11 @@ def mebibytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
-def objective(output, batch):
-    return output.square().mean()
+class Squares(Loss):
+    def __call__(self, output, batch):
+        return output.square().mean()
+    def weight(self, batch):
+        return torch.tensor(len(batch["x"]))
 
 def held(width):
     rows = [{"x": torch.zeros(width)} for _ in range(8)]
@@ -47,7 +51,7 @@ def held(width):
         "train": {"batch": 8}, "plan": {"mesh": {"pipe": 4}},
     })
     asked = PartitionRequest(config=config, ranks=4, rank=int(sys.argv[1]), batches=DatasetBatches(rows),
-                             objective=objective, device=torch.device("cpu"))
+                             objective=Squares(), device=torch.device("cpu"))
     return build_rank_model(OriginSource(origin_of(config.model), 0), asked).module
 
 held(16)
