@@ -20,7 +20,6 @@ import yaml
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
-from gossamer.store.checkpoint import list_checkpoints
 from gossamer.view.run_directory import RunDirectory
 
 if TYPE_CHECKING:  # brings torch
@@ -172,6 +171,8 @@ def written_by(by: Written | None) -> Any:
 
 def _asked(asked: StartRequest) -> dict[str, Any]:
     """Return all that a start folder depends on, JSON-ready."""
+    from gossamer.store.checkpoint import list_checkpoints  # brings torch
+
     source = RunDirectory(asked.source)
     model = asked.target.model.model_dump(mode="json", include={"hf", "gguf", "factory", "config", "dtype"})
     steps = list_checkpoints(source.checkpoints)
