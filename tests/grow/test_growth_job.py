@@ -265,20 +265,6 @@ def test_persistent_buffers_are_those_of_the_blocks_they_come_from() -> None:
     assert [float(held[f"blocks.{at}.seen"]) for at in range(4)] == [2.0, 5.0, 2.0, 5.0]  # each with its block
 
 
-def test_the_next_command_of_a_part_says_what_rests(tmp_path: Path) -> None:
-    import shlex
-
-    export_hf(spread_out(llama()), None, None, tmp_path / "meta")
-    large = {**LLAMA, "num_hidden_layers": 3, "vocab_size": 50}
-    config = written(tmp_path, {"hf": "llama", "config": large})
-    data = verbs.grow(tmp_path / "meta", config, {"part": {"index": 1}}, out=tmp_path / "part")
-    overrides = shlex.split(data["next"])[3:]
-    trained = load(config, overrides).config.model
-    assert trained.freeze == ["."] or trained.freeze == (".",)
-    assert any(r"layers\.1\." in one for one in trained.unfreeze)
-    assert any("model\\.norm" in one for one in trained.unfreeze)  # behind the blocks: the last part has it
-
-
 def test_what_is_stacked_keeps_the_epsilon_and_the_special_ids_of_its_source(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -117,14 +117,26 @@ def test_a_teacher_that_is_kept_is_the_teacher(pool: Pool, teacher: str, tmp_pat
 
 
 def test_a_teacher_on_some_ranks_is_the_teacher_on_all(pool: Pool, tmp_path: Path, teacher: str) -> None:
-    """Two of three ranks have it, at a place of their own; all train on the words that these send."""
+    """Two of three ranks have it, not the one that writes the records; all train on the words that these send."""
     found = {}
-    for name, ranks in (("all", ()), ("some", (0, 2))):
+    for name, ranks in (("all", ()), ("some", (1, 2))):
         given = {"kl": {"teacher": teacher, "top_k": 4, "teacher_ranks": ranks}}
         found[name] = train(pool, 3, tmp_path / name, sections(given))
     assert torch.equal(torch.tensor(found["all"][0]["values"]), torch.tensor(found["some"][0]["values"]))
     assert losses(tmp_path / "some") == losses(tmp_path / "all")
     assert course(tmp_path / "some")["teacher"] == course(tmp_path / "all")["teacher"] != f"{0:012x}"
+    for name in found:
+        said = [one["message"] for one in records(tmp_path / name, "event")]
+        assert any("run once over the training data" in one for one in said) == (name == "all"), said
+
+
+@pytest.mark.nightly
+def test_ranks_that_share_a_last_stage_count_each_token_once(pool: Pool, tmp_path: Path, teacher: str) -> None:
+    written = {"kl": {"teacher": teacher, "top_k": 4}}
+    plan = {"mesh": {"pipe": 2}, "stage_ranks": [[0], [1, 2]], "cuts": ["embed", "layers.1"]}
+    train(pool, 1, tmp_path / "one", sections(written, accumulate=2))
+    train(pool, 3, tmp_path / "three", sections(written, plan, accumulate=2), values=False)
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.nightly

@@ -138,6 +138,9 @@ def test_a_method_makes_nothing_of_an_adapter(corpus: Path, by: str) -> None:
     second = {"name": "b", "by": by, "model": {"adapter": "none"}}
     said = f"phase b: .*model.adapter: wanted a phase before that trains whole weights, of which {by} .*without `by`"
     refused(loaded({"name": "a", "model": {"adapter": "lora"}}, second), said)
+    between = {"name": "m", "model": {"adapter": "none"}}  # in which it is merged
+    last = {**second, "model": {"adapter": "lora" if by == "gptq" else "none"}}
+    train_command(loaded({"name": "a", "model": {"adapter": "lora"}}, between, last), dry_run=True)
 
 
 @pytest.mark.parametrize("second", [{}, {"by": "magnitude", "model": {"side": "none"}}, {"model": {"side": "none"}}])
@@ -208,21 +211,11 @@ def test_methods_are_found_in_their_categories() -> None:
     assert transition_of("gptq") is TRANSITIONS["quantize"] and transition_of(None) is CONTINUED
 
 
-@pytest.mark.parametrize("by", ["g_stack", "magnitude", "round_to_nearest"])
-def test_an_adapter_is_merged_before_another_model_is_made(corpus: Path, by: str) -> None:
-    low = {"name": "a", "model": {"adapter": "lora"}}
-    whole = {"adapter": "lora" if by == "round_to_nearest" else "none"}
-    refused(
-        loaded(low, {"name": "b", "by": by, "model": whole}),
-        "phase b: .*model.adapter: .*a phase without `by` between them",
-    )
-    between = {"name": "m", "model": {"adapter": "none"}}
-    train_command(loaded(low, between, {"name": "b", "by": by, "model": whole}), dry_run=True)
-
-
 def test_masks_are_known_through_the_phases(corpus: Path) -> None:
     held = {"train": {"optimizer": {"static_mask": {"masks": "start"}}}}
     phases = [{"name": "a"}, {"name": "b", "by": "magnitude", **held}, {"name": "c", **held}]
     assert list(train_command(loaded(*phases), dry_run=True)["phases"]) == ["a", "b", "c"]
+    filled = [{"name": "a"}, {"name": "b", "by": "magnitude"}, {"name": "c", **held}]  # b trains over its zeros
+    refused(loaded(*filled), "phase c: .*wanted masks, which a phase")
     low = {"name": "b", "by": "magnitude", "model": {"adapter": "mask_lora"}}
     train_command(loaded({"name": "a"}, low), dry_run=True)

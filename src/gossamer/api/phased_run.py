@@ -132,6 +132,7 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
         check_masks,
         check_source,
         check_tokenizers,
+        fills_zeros,
         look_at,
         starts_with_masks,
     )
@@ -150,7 +151,8 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
             check_given(config)
             started_run.check_ranks(config, config.machines.processes)
             if found:
-                has_masks = transition.gives_masks or (has_masks and transition.keeps_masks)
+                is_kept = has_masks and transition.keeps_masks and not fills_zeros(found[-1].config)
+                has_masks = transition.gives_masks or is_kept
             else:
                 has_masks = starts_with_masks(config.model)
             look = look_at(config, has_masks=has_masks)

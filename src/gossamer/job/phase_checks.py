@@ -144,6 +144,17 @@ def starts_with_masks(section: ModelSection) -> bool:
     return start is not None and StartFolder.is_at(start.path) and bool(start.kinds(MASKS))
 
 
+def fills_zeros(config: RunConfig) -> bool:
+    """Return whether a run from a folder with masks surely trains over their zeros, or adds to them when it is merged.
+
+    One that freezes parameters may leave some: its end tells which.
+    """
+    if config.model.adapter != "none":
+        return not adapters.build(config.model.adapter).keeps_masks
+    holds = optimizers.build(config.train.optimizer, key="train.optimizer").keeps_masks
+    return not holds and not config.model.freeze
+
+
 def check_masks(look: PhaseLook, *, has_masks: bool) -> None:
     """Raise BadInput for a phase that holds the zeros of masks, where the phase before leaves none."""
     model, key = look.config.model, "train.optimizer"

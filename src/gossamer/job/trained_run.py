@@ -35,8 +35,8 @@ class TrainedRun:
     """The result of a run: its model in evaluation mode, from the checkpoint of step `step`.
 
     `best_step`: the step of the best checkpoint, where the run keeps one. `tokenizer` is None for a run on data other
-    than text, `origin` for a module that a program made. `start`: the start
-    folder that the run began from, which need not be there any more.
+    than text, `origin` for a module that a program made. `start`: the start folder that the run began from, which need
+    not be there any more.
     """
 
     module: nn.Module

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gossamer.loss.hidden import Hidden, distillation_in
+from gossamer.recipe.conflicts._beside import ADAPTER, COMPILED, SIDE, STAGES, Beside, first_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
 _KEY = "train.loss"
-_BESIDE_HIDDEN: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
-    ("a model in one stage", lambda r: r.in_stages, lambda r: f"{r.stages} stages"),
-    (
+_BESIDE_HIDDEN = (
+    STAGES,
+    Beside(
         "parameters that are there all the time, in one place",
         lambda r: r.sharding.takes_parameters or r.sharding.is_tiered,
         lambda r: f"plan.sharding {told(r.plan.sharding)}",
     ),
-    (
+    Beside(
         "gradients that are averaged at every step",
         lambda r: not r.sync.is_plain,
         lambda r: f"plan.sync {told(r.plan.sync)}",
     ),
-    (
+    Beside(
         "no savers, which may run a block twice",
         lambda r: bool(r.plan.savers),
         lambda r: f"plan.savers {', '.join(map(told, r.plan.savers))}",
     ),
-    ("a model that is not compiled", lambda r: r.config.model.compile, lambda r: "model.compile true"),
-    (
-        "a model without an adapter",
-        lambda r: r.config.model.adapter != "none",
-        lambda r: f"model.adapter {told(r.config.model.adapter)}",
-    ),
-    (
-        "a model without a side network",
-        lambda r: r.config.model.side != "none",
-        lambda r: f"model.side {told(r.config.model.side)}",
-    ),
+    COMPILED,
+    ADAPTER,
+    SIDE,
 )
 
 
@@ -114,12 +105,12 @@ def hidden_states_alone(recipe: Recipe) -> BadInput | None:
     """Return an error for a match of hidden states beside what keeps blocks elsewhere, or runs them otherwise."""
     if not isinstance(recipe.loss_of(recipe.config), Hidden):
         return None
-    for wanted, is_other, got in _BESIDE_HIDDEN:
-        if is_other(recipe):
-            return bad_input(
-                wanted=f"{wanted}, as the loss hidden reads what blocks return",
-                got=got(recipe),
-                do="leave that out, or use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
-                key=_KEY,
-            )
-    return None
+    if (found := first_beside(recipe, _BESIDE_HIDDEN)) is None:
+        return None
+    wanted, got = found
+    return bad_input(
+        wanted=f"{wanted}, as the loss hidden reads what blocks return",
+        got=got,
+        do="leave that out, or use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
+        key=_KEY,
+    )

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from gossamer.loss._distillation import Distillation
 from gossamer.model import side as sides
+from gossamer.recipe.conflicts._beside import ADVERSARIAL, COMPILED, STAGES, first_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
 _POOLED = ("first", "last", "mean")
-_OTHERS: tuple[tuple[str, Callable[[Recipe], bool], Callable[[Recipe], str]], ...] = (
-    (
-        "a model in one stage, as a side network reads the outputs of all blocks",
-        lambda r: r.in_stages,
-        lambda r: f"{r.stages} stages",
-    ),
-    (
-        "a model that is not compiled, as a side network taps its blocks",
-        lambda r: r.config.model.compile,
-        lambda r: "model.compile true",
-    ),
-    (
-        "no adversarial training, as no gradient reaches the inputs of a model beside a side network",
-        lambda r: r.config.train.adversarial.epsilon > 0,
-        lambda r: f"train.adversarial.epsilon {r.config.train.adversarial.epsilon}",
-    ),
+_OTHERS = (
+    STAGES.because("as a side network reads the outputs of all blocks"),
+    COMPILED.because("as a side network taps its blocks"),
+    ADVERSARIAL.because("as no gradient reaches the inputs of a model beside a side network"),
 )
 
 
@@ -35,15 +22,15 @@ def side_alone(recipe: Recipe) -> BadInput | None:
     """Return an error for a side network beside something that it cannot work with."""
     if recipe.config.model.side == "none":
         return None
-    for wanted, is_other, got in _OTHERS:
-        if is_other(recipe):
-            return bad_input(
-                wanted=wanted,
-                got=f"{got(recipe)} with model.side {told(recipe.config.model.side)}",
-                do="leave that out, or use model.adapter",
-                key=sides.KEY,
-            )
-    return None
+    if (found := first_beside(recipe, _OTHERS)) is None:
+        return None
+    wanted, got = found
+    return bad_input(
+        wanted=wanted,
+        got=f"{got} with model.side {told(recipe.config.model.side)}",
+        do="leave that out, or use model.adapter",
+        key=sides.KEY,
+    )
 
 
 def tokens_with_loss(recipe: Recipe) -> BadInput | None:
