@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from statistics import mean
 from typing import Any
 
 import torch
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from claims import Row, Study
 from claims._grid import tuned
-from claims._lm import VALIDATION, Lm, text, validation_loss
-from claims._pairs import spread
+from claims._lm import Lm, text, validation_loss
 from claims._trials import Trials
 from gossamer.loss import hidden_match
 from gossamer.loss.kl import forward_kl
 from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of
-from grow_shrink.taid import SEEDS, STEPS, STUDENT, TEACHER, TEACHER_STEPS, TOKENS, taught, train
+from grow_shrink.taid import SEEDS, STEPS, STUDENT, TEACHER, TEACHER_STEPS, TOKENS, beside, taught, train
 
 METHODS = ("mi_alpha", "mse")
 NONE = "none"
@@ -52,32 +50,22 @@ def loss(steps: int, teacher_steps: int, seeds: int, trials: Trials) -> list[Row
     chosen = {NONE: (plain.best, 0.0), **{m: (rates[m].best, weights[m].best) for m in METHODS}}
     found = {name: [run(name, *at, seed) for seed in range(seeds)] for name, at in chosen.items()}
     losses = {name: [one["loss"] for one in each] for name, each in found.items()}
-    rows = []
-    for method, other in (("mi_alpha", "mse"), ("mi_alpha", NONE), ("mse", NONE)):
-        each = [a / b for a, b in zip(losses[method], losses[other], strict=True)]
-        rows.append(
-            Row(
-                method=method,
-                claim=f"loss of the labels at equal steps beside KL, of that with {other}; holds: below 1 with every "
-                "seed",
-                baseline=other,
-                ratio=round(mean(each), 5),
-                paper_ratio=None,
-                spread=spread(each),
-                seeds=seeds,
-                setting=f"byte LMs, 4 layers of {TEACHER.width} teach 1 of {STUDENT.width}; {size} tokens; loss of "
-                f"{VALIDATION} sequences of {STUDENT.context} bytes; seed 0 tuned all",
-                holds=max(each) < 1,
-                details={
-                    "teacher": found[method][0]["teacher"],
-                    "losses": {name: losses[name] for name in (method, other)},
-                    "seconds": {name: [one["seconds"] for one in found[name]] for name in (method, other)},
-                    "weights": {name: weights[name].told() for name in (method, other) if name in weights},
-                    "rates": {name: (rates.get(name) or plain).told() for name in (method, other)},
-                },
-            )
+    return [
+        beside(
+            method,
+            other,
+            losses,
+            claim=f"loss of the labels at equal steps beside KL, of that with {other}; holds: below 1 with every seed",
+            size=size,
+            details={
+                "teacher": found[method][0]["teacher"],
+                "seconds": {name: [one["seconds"] for one in found[name]] for name in (method, other)},
+                "weights": {name: weights[name].told() for name in (method, other) if name in weights},
+                "rates": {name: (rates.get(name) or plain).told() for name in (method, other)},
+            },
         )
-    return rows
+        for method, other in (("mi_alpha", "mse"), ("mi_alpha", NONE), ("mse", NONE))
+    ]
 
 
 def _by_weight(run: Callable[..., dict[str, Any]], name: str, rate: float) -> Callable[[float], float]:

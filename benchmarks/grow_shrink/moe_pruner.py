@@ -6,6 +6,10 @@ texts of several seeds. Then each recovers with the masks held, in as many steps
 x being what the student's router sends to an expert, the teacher the model before pruning, lambda such that both terms
 are equal at the first step; or by CE alone. The paper's models are of 47B parameters, and its figures are accuracies:
 none is in this unit.
+
+Study `by_block` looks for the cause of what `one_shot` finds: blocks pruned one after the other, each on the inputs
+that pruned blocks give, as Wanda's paper does and `gossamer prune` does not; what each kind of layer does alone; how
+unequal input features are.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ def studies(*, quick: bool) -> list[Study]:
     given = (30, 6, 1) if quick else (DENSE_STEPS, STEPS, SEEDS)
     return [
         Study("one_shot", partial(one_shot, given[0], given[2]), worth=50),
+        Study("by_block", partial(by_block, given[0], given[2]), worth=48),
         Study("distillation", partial(distillation, *given), worth=45),
     ]
 
@@ -193,6 +198,84 @@ def pruned_losses(
         ]
         for name in NAMES
     }, whole
+
+
+def by_block(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
+    looked = trials(f"kinds, {dense_steps} steps", lambda: kinds(dense_steps))
+    rows = []
+    for sparsity in SPARSITIES:
+        found, whole = pruned_losses(dense_steps, seeds, trials, sparsity)
+        for name in NAMES[1:]:
+            apart = [
+                trials(
+                    f"{name}, {dense_steps} steps, calibration {seed}, sparsity {sparsity:g}",
+                    lambda name=name, seed=seed, sparsity=sparsity: shrunk_by_block(dense_steps, name, seed, sparsity),
+                )
+                for seed in range(seeds)
+            ]
+            pairs = [(a - whole) / (b - whole) for a, b in zip(apart, found[name], strict=True)]
+            rows.append(
+                Row(
+                    method=f"{name} by block",
+                    claim="rise of the loss with the inputs that pruned blocks give; holds: below 1 with every seed",
+                    baseline=f"{name} with the inputs of the model before",
+                    ratio=round(mean(pairs), 4),
+                    paper_ratio=None,
+                    spread=(round(min(pairs), 4), round(max(pairs), 4)),
+                    seeds=seeds,
+                    setting=setting(dense_steps, sparsity),
+                    holds=max(pairs) < 1,
+                    details={
+                        "loss_dense": whole,
+                        "by_block": apart,
+                        "one_pass": found[name],
+                        "magnitude": found["magnitude"],
+                        **(looked if sparsity == SPARSITIES[0] and name == "wanda" else {}),
+                    },
+                )
+            )
+    return rows
+
+
+def shrunk_by_block(dense_steps: int, name: str, seed: int, sparsity: float) -> float:
+    """Prune one block after the other, each on what the pruned ones before it give; return the loss."""
+    module = copied(dense(dense_steps)).eval()
+    for block in range(LAYERS):
+        wanted = {"sparsity": sparsity, "include": [rf"^blocks\.{block}\.(qkv|out|moe\.experts)"]}
+        apply_masks(module, prune(module, pruning({name: wanted}), calibration(module, logits, seed)).masks)
+    return held_loss(module, logits)
+
+
+@torch.no_grad()
+def kinds(dense_steps: int) -> dict[str, dict[str, Any]]:
+    """Return, by kind of layer at the first sparsity: errors of outputs relative to them, the loss with this kind alone
+    pruned, and the largest norm of an input feature beside the median.
+    """
+    module, reached = copied(dense(dense_steps)).eval(), dict[str, list[Tensor]]()
+    masks = {name: shrunk(dense_steps, name, 0)[1] for name in NAMES}
+    for path, layer in module.named_modules():
+        if f"{path}.weight" in masks["wanda"]:
+            layer.register_forward_pre_hook(lambda _, args, path=path: reached.setdefault(path, []).append(args[0]))
+    for forward in calibration(module, logits, 0):
+        forward()
+    found: dict[str, dict[str, Any]] = {"output_errors": {}, "losses_alone": {}, "feature_norms": {}}
+    for kind in ("qkv", "out", "up", "down"):
+        paths = [path for path in reached if path.endswith(f".{kind}")]
+        inputs = {path: torch.cat([one.flatten(0, -2) for one in reached[path]]) for path in paths}
+        spreads = [norms.max() / norms.median() for norms in (one.norm(dim=0) for one in inputs.values())]
+        found["feature_norms"][kind] = round(float(max(spreads)), 3)
+        found["output_errors"][kind], found["losses_alone"][kind] = {}, {}
+        for name in NAMES:
+            errors = []
+            for path, x in inputs.items():
+                weight = dense(dense_steps).get_parameter(f"{path}.weight")
+                lost = weight.masked_fill(masks[name][f"{path}.weight"], 0.0)
+                errors.append(float((x @ lost.t()).norm() / (x @ weight.t()).norm()))
+            alone = copied(dense(dense_steps)).eval()
+            apply_masks(alone, {f"{path}.weight": masks[name][f"{path}.weight"] for path in paths})
+            found["output_errors"][kind][name] = round(mean(errors), 4)
+            found["losses_alone"][kind][name] = held_loss(alone, logits)
+    return found
 
 
 def setting(dense_steps: int, sparsity: float = SPARSITIES[0]) -> str:

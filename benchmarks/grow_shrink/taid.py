@@ -7,7 +7,7 @@ Every method gets the same number of rates on a bracketed grid with seed 0; loss
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from statistics import mean
 from typing import Any
@@ -49,29 +49,37 @@ def loss(steps: int, teacher_steps: int, seeds: int, trials: Trials) -> list[Row
     grids = tuned({m: tried(m) for m in METHODS}, dict.fromkeys(METHODS, 8e-3), factor=2.0, least=3, most=5)
     losses = {m: [run(m, grids[m].best, seed)["loss"] for seed in range(seeds)] for m in METHODS}
     teacher = run("taid", grids["taid"].best)["teacher"]
-    rows = []
-    for other in METHODS[1:]:
-        each = [a / b for a, b in zip(losses["taid"], losses[other], strict=True)]
-        rows.append(
-            Row(
-                method="taid",
-                claim=f"loss of the labels at equal steps, of {other}'s; holds: below 1 with every seed",
-                baseline=other,
-                ratio=round(mean(each), 5),
-                paper_ratio=None,
-                spread=spread(each),
-                seeds=seeds,
-                setting=f"byte LMs, 4 layers of {TEACHER.width} teach 1 of {STUDENT.width}; {size} tokens; loss of "
-                f"{VALIDATION} sequences of {STUDENT.context} bytes; seed 0 tuned all",
-                holds=max(each) < 1,
-                details={
-                    "teacher": teacher,
-                    "losses": {name: losses[name] for name in ("taid", other)},
-                    "rates": {name: grids[name].told() for name in ("taid", other)},
-                },
-            )
+    return [
+        beside(
+            "taid",
+            other,
+            losses,
+            claim=f"loss of the labels at equal steps, of {other}'s; holds: below 1 with every seed",
+            size=size,
+            details={"teacher": teacher, "rates": {name: grids[name].told() for name in ("taid", other)}},
         )
-    return rows
+        for other in METHODS[1:]
+    ]
+
+
+def beside(
+    method: str, other: str, losses: Mapping[str, list[float]], *, claim: str, size: str, details: Mapping[str, Any]
+) -> Row:
+    """Return the row of a method's losses by seed in units of another one's."""
+    each = [a / b for a, b in zip(losses[method], losses[other], strict=True)]
+    return Row(
+        method=method,
+        claim=claim,
+        baseline=other,
+        ratio=round(mean(each), 5),
+        paper_ratio=None,
+        spread=spread(each),
+        seeds=len(each),
+        setting=f"byte LMs, 4 layers of {TEACHER.width} teach 1 of {STUDENT.width}; {size} tokens; loss of "
+        f"{VALIDATION} sequences of {STUDENT.context} bytes; seed 0 tuned all",
+        holds=max(each) < 1,
+        details={**details, "losses": {name: losses[name] for name in (method, other)}},
+    )
 
 
 @cache
