@@ -47,3 +47,5 @@ def test_what_is_no_teacher_and_no_method_is_named(place: Place) -> None:
     assert done.code == 2 and "'nowhere', which does not exist" in done.err
     done = place.run("distill", "nowhere", "--to", config, "--by", "tiad")
     assert done.code == 2 and "did you mean 'taid'" in done.err
+    done = place.run("distill", "nowhere", "--to", config, "train.loss.taid.teacher_ranks=[0]")
+    assert done.code == 2 and "top_k with teacher_ranks" in done.err, "before a teacher is looked for"

@@ -100,6 +100,7 @@ def distill(
         settings |= learns
     resolved = load(Path(to), [f"train.loss={json.dumps({by: settings})}", *given])
     check_names(resolved)
+    loss_methods.build(resolved.config.train.loss, key="train.loss")  # what is wrong is told before minutes are spent
     losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))
     data = train_command(resolved)
     for one in RunDirectory(Path(data["directory"])).records():
