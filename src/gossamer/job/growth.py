@@ -20,7 +20,7 @@ from gossamer.grow import Grown, Growth, GrowthTask
 from gossamer.job.found_model import check_weights
 from gossamer.job.trained_run import check_no_choice, read_chosen
 from gossamer.model.adapter import adapter_tensors
-from gossamer.model.export import config_of, files_beside, is_of_transformers
+from gossamer.model.export import config_of, files_beside, is_of_transformers, special_ids
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.in_float64 import InFloat64
 from gossamer.model.module_copy import copied
@@ -28,7 +28,6 @@ from gossamer.model.origin import origin_of
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.side import route_of
 from gossamer.model.source import Files, ModelSource
-from gossamer.model.source._transformers import SPECIAL_IDS
 from gossamer.model.started_source import set_attributes
 from gossamer.model.structure.model import structure_of
 from gossamer.model.structure.norm_eps import eps_attributes, eps_keys
@@ -285,11 +284,8 @@ def _target(config: RunConfig, small: GrowthSource) -> nn.Module:
     Special token ids that the configuration leaves open are those of the source.
     """
     section = whole_section(config.model)
-    if section.hf is not None and is_of_transformers(small.module):
-        keys = small.module.config.to_dict()  # type: ignore[union-attr, operator]
-        ids = {key: keys[key] for key in SPECIAL_IDS if key in keys}
-        if not Path(section.hf).expanduser().is_dir():  # which has a config of its own
-            section = section.model_copy(update={"config": {**ids, **section.config}})
+    if section.hf is not None and not Path(section.hf).expanduser().is_dir():  # a folder has a config of its own
+        section = section.model_copy(update={"config": {**special_ids(small.module), **section.config}})
     origin = origin_of(section)
     if small.vocabulary is not None:
         origin = origin.fitted_to_tokenizer(small.vocabulary, small.separator)

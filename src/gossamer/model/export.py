@@ -18,7 +18,7 @@ from gossamer.model.qfa_linear import qfa_layers
 from gossamer.model.quantized_linear import BUFFERS, quantized_layers
 from gossamer.model.side_folder import check_mergeable
 from gossamer.model.source import Files, ModelSource
-from gossamer.model.source._transformers import quietly
+from gossamer.model.source._transformers import SPECIAL_IDS, quietly
 from gossamer.model.source.factory import Factory
 from gossamer.model.source.hf import Hf
 from gossamer.model.wrapped_source import WrappedSource
@@ -170,6 +170,14 @@ def is_of_transformers(module: nn.Module) -> bool:
     if not any(base.__module__.startswith("transformers.") for base in type(module).__mro__):
         return False
     return isinstance(module, importlib.import_module("transformers").PreTrainedModel)
+
+
+def special_ids(module: nn.Module) -> dict[str, Any]:
+    """Return the special token ids that a transformers model's config says, by key; none for another module."""
+    if not is_of_transformers(module):
+        return {}
+    said: dict[str, Any] = module.config.to_dict()  # type: ignore[union-attr, operator]
+    return {key: said[key] for key in SPECIAL_IDS if key in said}
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
