@@ -112,6 +112,23 @@ def test_a_second_save_is_skipped_while_the_first_is_written_and_the_others_lear
     assert list_checkpoints(tmp_path) == (1,) and left_over(tmp_path) == []
 
 
+def test_a_leader_may_commit_as_soon_as_the_last_manifest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def slow(self: Path, target: Path) -> Path:
+        done = rename(self, target)
+        if target.name == "rank-00001.json":  # the follower goes on only after the leader has moved the folder
+            end = time.monotonic() + 20
+            while target.parent.exists() and time.monotonic() < end:
+                time.sleep(0.001)
+        return done
+
+    monkeypatch.setattr(Path, "rename", slow)
+    good(save(tmp_path, 1, halves(model())))
+
+
 def test_a_follower_that_gives_up_never_takes_back_what_it_published(tmp_path: Path) -> None:
     follower = CheckpointWriter(tmp_path, 1, 2, deadline_s=0.02)
     follower.save(3, halves(model())[1], {})

@@ -7,7 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gossamer.spec.errors import RunFailed, bad_input
@@ -142,8 +142,19 @@ def set_aside(directory: Path | str, step: int) -> Path:
 
 def sync_folder(folder: Path) -> None:
     """Make renames and new files in a folder durable (fsync)."""
+    with synced(folder):
+        pass
+
+
+@contextmanager
+def synced(folder: Path) -> Iterator[None]:
+    """Make durable (fsync) what the body renames or adds in `folder`.
+
+    The folder is opened before the body: a leader that sees the last manifest may rename the folder at once.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
+        yield
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -19,7 +19,7 @@ from gossamer.store.checkpoint.commit import (
     prune,
     step_folder,
     sweep,
-    sync_folder,
+    synced,
     wait_until,
 )
 from gossamer.store.checkpoint.manifest import (
@@ -118,14 +118,14 @@ class SaveAttempt:
             self._own(suffix).unlink(missing_ok=True)
 
     def _publish(self, data: bytes, path: Path) -> None:
-        """Write `data` atomically: the reader sees all of it or nothing."""
+        """Write `data` atomically and durably: the reader sees all of it or nothing."""
         written = path.with_suffix(".writing")
         with written.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        written.rename(path)
-        sync_folder(path.parent)
+        with synced(path.parent):
+            written.rename(path)
 
     def _lead(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> None:
         crew = self.crew
