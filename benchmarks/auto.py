@@ -79,20 +79,16 @@ class Shape:
 
 def gpt2() -> Shape:
     """GPT-2 of 17.4 million parameters with tied embeddings, as in benchmarks/links.py."""
-    from links.setting import gpt2 as model
+    from links.setting import module
 
-    return Shape(_named(model()), 1.49)
+    return Shape(_named(module("gpt2")), 1.49)
 
 
 def llama() -> Shape:
-    """A Llama of 12.6 million parameters with untied embeddings: the head's gradient is ready first, the rows' last."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A Llama of 12.9 million parameters with untied embeddings: the head's gradient is ready first, the rows' last."""
+    from links.setting import module
 
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=320, intermediate_size=896, num_hidden_layers=6, num_attention_heads=5,
-        num_key_value_heads=5, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Shape(_named(LlamaForCausalLM(config)), 0.99)
+    return Shape(_named(module("llama")), 0.99)
 
 
 def wide() -> Shape:

@@ -42,7 +42,7 @@ def main() -> None:
     ways = {"nobody_late": (0.0, 0.0), "all_wait": (0.0, asked.busy), "goes_on": (asked.patience, asked.busy)}
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        setting.gpt2().save_pretrained(Path(folder) / "init")  # type: ignore[operator]
+        setting.module().save_pretrained(Path(folder) / "init")  # type: ignore[operator]
         for turn in range(asked.rounds):
             for way, (patience_s, busy_s) in ways.items():
                 found[way].append(trained(Path(folder) / f"{way}{turn}", patience_s, busy_s, cores))

@@ -3,8 +3,9 @@
     python benchmarks/links.py [--rates 10mbit,100mbit,1gbit] [--hosts 2,4] [--methods all] [--seeds 3] [--json]
     python benchmarks/links.py --quick          # a few minutes: two hosts, 100 Mbit/s, few methods, hardly any loss
 
-Needs root and iproute2 (see `gossamer doctor`). A GPT-2 of 17.4 million parameters trains on 4 x 256 tokens per host
-and step, one thread per host. Speed: 20 steps per method and link (fewer where a step takes many seconds). The
+Needs root and iproute2 (see `gossamer doctor`). A GPT-2 of 17.4 million parameters (with --model llama an
+untied Llama of 12.9 million) trains on 4 x 256 tokens per host and step, one thread per host.
+Speed: 20 steps per method and link (fewer where a step takes many seconds). The
 denominator, dense of ours on links that are not shaped, takes turns with the methods. Loss: after --tokens, in
 lockstep, once per exchange, hosts and seed; every exchange's learning rate is tuned by the same budget. Seconds to a
 target loss are the product. What was measured is kept in the user's cache, and a sweep that was ended goes on there.
@@ -43,7 +44,7 @@ def main() -> None:
     methods = chosen(asked.methods, asked.exchange)
     rounds: list[Any] = []
     kept = Kept(asked.cache / ("rounds_quick.json" if asked.quick else "rounds.json"))
-    pace = Pace(asked.steps, asked.warm, asked.budget, asked.alternations, len(os.sched_getaffinity(0)))
+    pace = Pace(asked.steps, asked.warm, asked.budget, asked.alternations, len(os.sched_getaffinity(0)), asked.model)
     for group in link_groups(asked):
         rounds += run(turns(methods, group, pace), kept, commit(), say)
     free = denominators(rounds)
@@ -57,6 +58,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     read.add_argument("--rates", default="10mbit,100mbit,1gbit")
+    read.add_argument("--model", choices=list(setting.MODELS), default=setting.GPT2)
     read.add_argument("--hosts", default="2,4")
     read.add_argument("--islands", help="2x2 or 3,1, as in gossamer lab")
     read.add_argument("--between", default="", help="rate of an island's uplink")
@@ -114,7 +116,7 @@ def measured_losses(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> di
         return {}
     some = [r for r in rows if asked.losses in ("all", r["method"]) or r["method"] in asked.losses.split(",")]
     wanted = [s for row in some if (s := subject(row)) is not None]
-    wanted += [Subject("dense", hosts) for hosts in {row["hosts"] for row in some}]
+    wanted += [Subject("dense", hosts, model=asked.model) for hosts in {row["hosts"] for row in some}]
     rates = tuple(float(r) for r in asked.lrs.split(","))
     budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
     return losses(wanted, budget, Kept(asked.cache / "losses.json"), say)
@@ -122,7 +124,11 @@ def measured_losses(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> di
 
 def described(asked: argparse.Namespace) -> dict[str, Any]:
     told = ("seeds", "tokens", "tune_tokens", "lrs", "precision", "margin", "steps", "alternations")
-    model = {"parameters": setting.PARAMETERS, "tokens_per_host_and_step": setting.ROWS * setting.SEQUENCE}
+    model = {
+        "model": asked.model,
+        "parameters": setting.PARAMETERS[asked.model],
+        "tokens_per_host_and_step": setting.ROWS * setting.SEQUENCE,
+    }
     definitions = {
         "wire_bytes": "sent by rank 0 per step; ours: payload as metered, peers: as its interface counts",
         "exposed_share": "ours: waiting for the wire after backward; peers: beyond a step that sends nothing",

@@ -88,7 +88,7 @@ def sync_of(every: int, asked: argparse.Namespace) -> Any:
 
 def row_of(found: dict[str, Any], dense: dict[str, Any], fall: float, asked: argparse.Namespace) -> dict[str, Any]:
     """Against dense, seed by seed."""
-    of_ddp = 4 * setting.PARAMETERS * math.ceil(asked.tokens / setting.tokens(asked.hosts))
+    of_ddp = 4 * setting.PARAMETERS[setting.GPT2] * math.ceil(asked.tokens / setting.tokens(asked.hosts))
     of_ddp = of_ddp * 2 * (asked.hosts - 1) // asked.hosts
     pairs = list(zip(found["final_losses"], dense["final_losses"], strict=True))
     return {

@@ -1,6 +1,7 @@
 """The loss of what `auto` chose on a slow link, against dense, after so many tokens: several seeds, tuned rates.
 
-    python benchmarks/links_loss.py [--rate 100mbit] [--hosts 2] [--tokens 2000000] [--seeds 3] [--precision bf16]
+    python benchmarks/links_loss.py [--model gpt2|llama] [--rate 100mbit] [--hosts 2] [--tokens 2000000] [--seeds 3]
+                                    [--precision bf16]
 
 Takes the exchange from the row of `auto` in docs/results/links.json (run links.py first), or from another such record.
 In lockstep, as links.py does with --losses: the loss depends on the exchange, the hosts and the seed, and on no link.
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from links import venvs
+from links import setting, venvs
 from links.keep import Kept
 from links.studies import Budget, Subject, losses
 from result import publish
@@ -27,6 +28,7 @@ RECORD = Path(__file__).parent.parent / "docs" / "results" / "links.json"
 
 def main() -> None:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    read.add_argument("--model", choices=list(setting.MODELS), default=setting.GPT2)
     read.add_argument("--rate", default="100mbit")
     read.add_argument("--hosts", type=int, default=2)
     read.add_argument("--tokens", type=int, default=2_000_000)
@@ -38,15 +40,16 @@ def main() -> None:
     read.add_argument("--record", type=Path, default=RECORD, help="what links.py wrote")
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     asked = read.parse_args()
-    auto = Subject(chosen(asked.record, asked.rate, asked.hosts), asked.hosts)
-    dense = Subject("dense", asked.hosts)
+    auto = Subject(chosen(asked.record, asked.model, asked.rate, asked.hosts), asked.hosts, model=asked.model)
+    dense = Subject("dense", asked.hosts, model=asked.model)
     rates = tuple(float(r) for r in asked.lrs.split(","))
     budget = Budget(asked.tokens, asked.seeds, rates, asked.tune_tokens, asked.precision, asked.jobs)
     found = losses([dense, auto], budget, Kept(asked.cache / "losses.json"), say)
     ratio = found[auto.key()]["final_loss"] / found[dense.key()]["final_loss"]
-    settings = {k: getattr(asked, k) for k in ("rate", "hosts", "tokens", "tune_tokens", "lrs", "seeds", "precision")}
+    told = ("model", "rate", "hosts", "tokens", "tune_tokens", "lrs", "seeds", "precision")
+    settings = {k: getattr(asked, k) for k in told}
     publish(
-        "links_loss",
+        "links_loss" if asked.model == setting.GPT2 else f"links_loss_{asked.model}",
         {
             "loss_of_dense": round(ratio, 5),
             "target": 1.01,
@@ -57,12 +60,16 @@ def main() -> None:
     )
 
 
-def chosen(record: Path, rate: str, hosts: int) -> Any:
+def chosen(record: Path, model: str, rate: str, hosts: int) -> Any:
     """What `auto` chose in the recorded sweep."""
     rows = json.loads(record.read_text())["rows"]
-    here = [r for r in rows if (r["method"], r["rate"], r["hosts"]) == ("auto", rate, hosts) and not r["round_trip_ms"]]
+    wanted = ("auto", model, rate, hosts, 0)  # records of before there were others are of GPT-2
+    told = ("method", "model", "rate", "hosts", "round_trip_ms")
+    here = [r for r in rows if tuple({"model": setting.GPT2, **r}[name] for name in told) == wanted]
     if not here or "exchange" not in here[0]:
-        raise SystemExit(f"{record} has no row of auto at {rate} on {hosts} hosts: run benchmarks/links.py first")
+        raise SystemExit(
+            f"{record} has no row of auto with {model} at {rate} on {hosts} hosts: run benchmarks/links.py first"
+        )
     return here[0]["exchange"]
 
 

@@ -14,26 +14,9 @@ from statistics import median
 from typing import Any
 
 from gossamer.plan.exchange import CANDIDATES
-from links import setting
 from links.method import Method
 from links.rounds import Length, Link, measure
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2": setting.GPT2,  # 17.4 million parameters, tied embeddings
-    "llama": {  # 12.6 million, untied: the head's gradient is ready first, that of the looked-up rows last
-        "hf": "llama",
-        "config": {
-            "hidden_size": 320,
-            "intermediate_size": 896,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 5,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": setting.SEQUENCE,
-            "use_cache": False,
-        },
-    },
-}
 AUTO = Method("auto", False, {"exchange": "auto", "lossy": True})
 BY_HAND = tuple(  # without those that the others beat on every link between few hosts, or that serve tables alone
     Method(one.said, False, {"exchange": one.written})
@@ -94,7 +77,7 @@ def _measured(method: Method, one: Setting, steps: int) -> dict[str, Any] | None
     if method.plan["exchange"] == "dense" and 8 * 4 * 12.6 / rate > _SLOWEST_S:
         return None
     limit_s = _START_S + (steps + 2) * _SLOWEST_S
-    return measure(method, one.link(), Length(steps, 2, limit_s), model=MODELS[one.model])
+    return measure(method, one.link(), Length(steps, 2, limit_s), model=one.model)
 
 
 def _row(one: Setting, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

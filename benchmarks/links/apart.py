@@ -39,14 +39,13 @@ def train(study: Any, judge: Callable[[nn.Module], float]) -> dict[str, Any]:
     each = setting.tokens(study.hosts)
     curve = [[line["step"] * each, line["loss"]] for line in lines if line["kind"] == "evaluation"]
     sent = [sum(line["wire_bytes"].values()) for line in lines if line["kind"] == "step"]
-    curve[-1][1] = final
     seconds = time.perf_counter() - began
     return {"curve": curve, "final": final, "sent_bytes": sum(sent), "seconds": seconds, "device": "cpu"}
 
 
 def begun(study: Any) -> nn.Module:
     """The model that a study begins with. Raises FileNotFoundError where `common` was not made."""
-    return _loaded(_common_folder(study)).train() if study.after else setting.gpt2(study.seed)
+    return _loaded(_common_folder(study)).train() if study.after else setting.module(study.model, study.seed)
 
 
 def common(study: Any) -> None:

@@ -1,4 +1,4 @@
-"""What one host runs for a peer: `python -m links.host METHOD STEPS WARM`; its last line is one JSON object.
+"""What one host runs for a peer: `python -m links.host METHOD MODEL STEPS WARM`; its last line is one JSON object.
 
 A round is the loop a careful user would write around the peer: fused AdamW, clipping, one loss.item() a step.
 """
@@ -18,10 +18,10 @@ from links import peers, setting
 
 
 def main() -> None:
-    name, steps, warm = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    name, model, steps, warm = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
-    peer = peers.start(name, setting.gpt2())
+    peer = peers.start(name, setting.module(model))
     times, losses, sent = [], [], 0
     for step in range(warm + steps):
         if step == warm:

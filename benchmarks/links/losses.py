@@ -43,7 +43,7 @@ from links import apart, setting
 
 FP16_HOOK = "fp16_hook"  # stands for an exchange: what torch's DDP does with it
 EVERY_STEP = "every_step"
-_EVALUATED, _EVALUATIONS = 64, 20  # sequences; times in a run
+_EVALUATED, _EVALUATIONS, _AT_END = 64, 20, 512  # sequences; times in a run; sequences for the last loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ class Study:
     sync: Any = EVERY_STEP
     after: int = 0
     beta2: float = setting.BETAS[1]
+    model: str = setting.GPT2
 
     def key(self) -> str:
         told = asdict(self)
         for field in fields(self):  # as it was written before there were others
-            if field.name in ("sync", "after", "beta2") and told[field.name] == field.default:
+            if field.name in ("sync", "after", "beta2", "model") and told[field.name] == field.default:
                 del told[field.name]
         return json.dumps(told, sort_keys=True)
 
@@ -97,7 +98,7 @@ class Crew:
 
     def __init__(self, study: Study, device: torch.device) -> None:
         self.study, self.device = study, device
-        self.module = setting.gpt2(study.seed).to(device)
+        self.module = setting.module(study.model, study.seed).to(device)
         self.params = dict(self.module.named_parameters())
         exchanges = self._exchanges()
         cut = buckets_of(self.params, exchanges, bucket_bytes=BUCKET_BYTES)
@@ -154,12 +155,12 @@ def loss_of(module: nn.Module, rows: dict[str, Tensor], precision: str) -> Tenso
 
 
 @torch.no_grad()
-def evaluate(module: nn.Module, device: torch.device, precision: str) -> float:
+def evaluate(module: nn.Module, device: torch.device, precision: str, sequences: int = _EVALUATED) -> float:
     """Mean validation loss over the same sequences for every study."""
     split = setting.corpus().validation
     total = weight = 0.0
-    for first in range(0, _EVALUATED, 8):
-        rows = split.batch(np.arange(first, first + 8) * (len(split) // _EVALUATED))
+    for first in range(0, sequences, 8):
+        rows = split.batch(np.arange(first, first + 8) * (len(split) // sequences))
         labels = float(valid_labels(rows["labels"]))
         total += float(loss_of(module, {k: v.to(device) for k, v in rows.items()}, precision)) * labels
         weight += labels
@@ -167,10 +168,10 @@ def evaluate(module: nn.Module, device: torch.device, precision: str) -> float:
 
 
 def train(study: Study) -> dict[str, Any]:
-    """The validation losses on the way, [tokens, loss], and the last one."""
+    """The validation losses on the way, [tokens, loss], and the last one, over more sequences."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if study.after or study.sync != EVERY_STEP:
-        return apart.train(study, lambda module: evaluate(module, torch.device("cpu"), study.precision))
+        return apart.train(study, lambda module: evaluate(module, torch.device("cpu"), study.precision, _AT_END))
     crew, began = Crew(study, device), time.perf_counter()
     rule = AdamW(lr=study.lr, betas=(setting.BETAS[0], study.beta2), weight_decay=setting.WEIGHT_DECAY)
     state, schedule = rule.init(crew.params), lr_schedule.build({"cosine": {"warmup": 0.05}})
@@ -188,7 +189,8 @@ def train(study: Study) -> dict[str, Any]:
             rule.update(crew.params, grads, state, lr_scale=factor, step=step)
         if (step + 1) % every == 0 or step + 1 == steps:
             curve.append([(step + 1) * each, evaluate(crew.module, device, study.precision)])
-    return {"curve": curve, "final": curve[-1][1], "seconds": time.perf_counter() - began, "device": device.type}
+    final = evaluate(crew.module, device, study.precision, _AT_END)
+    return {"curve": curve, "final": final, "seconds": time.perf_counter() - began, "device": device.type}
 
 
 @torch.enable_grad()

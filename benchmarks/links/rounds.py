@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -57,8 +57,8 @@ class Length:
     limit_s: float
 
 
-def measure(method: Method, link: Link, length: Length, *, model: Mapping[str, Any] = setting.GPT2) -> dict[str, Any]:
-    """The figures of a round; with `error` and `command` where it did not come to its end. Peers train GPT-2 alone."""
+def measure(method: Method, link: Link, length: Length, *, model: str = setting.GPT2) -> dict[str, Any]:
+    """The figures of a round; with `error` and `command` where it did not come to its end."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         try:
@@ -77,11 +77,12 @@ def measure(method: Method, link: Link, length: Length, *, model: Mapping[str, A
         return {**found, "seconds": round(seconds, 1), "tokens_per_s": setting.tokens(link.hosts) / found["step_s"]}
 
 
-def _argv(method: Method, link: Link, length: Length, folder: Path, model: Mapping[str, Any]) -> list[str]:
+def _argv(method: Method, link: Link, length: Length, folder: Path, model: str) -> list[str]:
     if method.peer:
-        return [venvs.interpreter(method.venv), "-m", "links.host", method.name, str(length.steps), str(length.warm)]
+        steps = (str(length.steps), str(length.warm))
+        return [venvs.interpreter(method.venv), "-m", "links.host", method.name, model, *steps]
     config = {
-        "model": model,
+        "model": setting.MODELS[model],
         "data": setting.DATA,
         "train": {
             "steps": length.steps + length.warm + 1,  # the last one meets once more, where islands train apart

@@ -54,8 +54,8 @@ def subject(row: dict[str, Any]) -> Subject | None:
         return None  # its loss is not that of an exchange of gradients
     if method is not None and method.peer:
         exchange = method.like if method.like == FP16_HOOK else _of(method.like)
-        return Subject(exchange, row["hosts"]) if exchange and row["step_s"] else None
-    return Subject(row["exchange"], row["hosts"], islands) if row.get("exchange") else None
+        return Subject(exchange, row["hosts"], model=row["model"]) if exchange and row["step_s"] else None
+    return Subject(row["exchange"], row["hosts"], islands, model=row["model"]) if row.get("exchange") else None
 
 
 def with_losses(
@@ -64,8 +64,8 @@ def with_losses(
     """The rows with their losses; and by hosts the target: the loss of dense, and `margin` of it more."""
     targets = {
         hosts: (1 + margin) * found[key]["final_loss"]
-        for hosts in {r["hosts"] for r in rows}
-        if (key := Subject("dense", hosts).key()) in found
+        for hosts, model in {(r["hosts"], r["model"]) for r in rows}
+        if (key := Subject("dense", hosts, model=model).key()) in found
     }
     done = []
     for row in rows:
@@ -83,7 +83,7 @@ def with_losses(
 
 
 def _against(loss: dict[str, Any], found: dict[str, dict[str, Any]], row: dict[str, Any]) -> float | None:
-    dense = found.get(Subject("dense", row["hosts"]).key())
+    dense = found.get(Subject("dense", row["hosts"], model=row["model"]).key())
     return round(loss["final_loss"] / dense["final_loss"], 5) if dense else None
 
 
@@ -95,7 +95,8 @@ def _of(name: str) -> Any:
 def _row(some: Rounds, free: dict[str, Any]) -> dict[str, Any]:
     turn, _ = some[0]
     good = [r for _, r in some if "error" not in r]
-    row: dict[str, Any] = {"method": turn.method.name, "peer": turn.method.peer, **_where(turn.link)}
+    row: dict[str, Any] = {"method": turn.method.name, "peer": turn.method.peer, "model": turn.model}
+    row |= _where(turn.link)
     row |= dict.fromkeys(("step_s", "wire_bytes", "exposed_share", "tokens_per_s", "share_of_unthrottled"))
     row |= {"peak_bytes": None, "final_loss": None, "seconds_to_target": None, "rounds": len(some)}
     if not good:

@@ -1,4 +1,4 @@
-"""What every method trains: a GPT-2 of 17.4 million parameters on the source of Python's own library."""
+"""What every method trains: GPT-2 of 17.4 million parameters or a Llama of 12.9, on the source of Python's library."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from gossamer.data import Corpus, SampleOrder, open_corpus
 
 ROWS, SEQUENCE, VOCABULARY = 4, 256, 8192  # sequences per rank and step; tokens per sequence
-PARAMETERS = 17_440_512
-MODEL: dict[str, Any] = {
+_GPT2: dict[str, Any] = {
     "n_embd": 384,
     "n_layer": 8,
     "n_head": 6,
@@ -23,7 +22,22 @@ MODEL: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "use_cache": False,
 }
-GPT2: dict[str, Any] = {"hf": "gpt2", "config": MODEL}  # as a run.yaml says it
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": SEQUENCE,
+    "use_cache": False,
+}
+GPT2, LLAMA = "gpt2", "llama"
+MODELS: dict[str, dict[str, Any]] = {  # as a run.yaml says them
+    GPT2: {"hf": "gpt2", "config": _GPT2},  # tied embeddings
+    LLAMA: {"hf": "llama", "config": _LLAMA},  # untied: the head's gradient is ready first, the looked-up rows' last
+}
+PARAMETERS = {GPT2: 17_440_512, LLAMA: 12_865_600}
 DATA = {"source": "stdlib", "tokenizer": f"bpe:{VOCABULARY}", "sequence": SEQUENCE}
 LR, CLIP, WEIGHT_DECAY, BETAS = 3e-4, 1.0, 0.1, (0.9, 0.95)  # of the speed rounds
 SEED = 0
@@ -40,14 +54,18 @@ def corpus() -> Corpus:
     return open_corpus(**DATA)
 
 
-def gpt2(seed: int = SEED) -> nn.Module:
-    """The model with random weights that are a function of `seed`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def module(name: str = GPT2, seed: int = SEED) -> nn.Module:
+    """The model of MODELS with random weights that are a function of `seed`."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     last = VOCABULARY - 1
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=last, eos_token_id=last, **MODEL))
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS
+    common = {"vocab_size": VOCABULARY, "bos_token_id": last, "eos_token_id": last}
+    if name == GPT2:
+        model: nn.Module = GPT2LMHeadModel(GPT2Config(**common, **_GPT2))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**common, **_LLAMA))
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
     return model.train()
 
 

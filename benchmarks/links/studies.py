@@ -44,6 +44,7 @@ class Subject:
     hosts: int
     islands: tuple[int, ...] = ()
     sync: Any = EVERY_STEP
+    model: str = setting.GPT2
 
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -75,7 +76,7 @@ def seconds_to(found: dict[str, Any], target: float, *, tokens_per_s: float) -> 
 
 def _study(subject: Subject, budget: Budget, lr: float, seed: int, tokens: int) -> Study:
     given = (subject.exchange, subject.hosts, seed, lr, tokens, subject.islands, budget.precision)
-    return Study(*given, sync=subject.sync, after=budget.after, beta2=budget.beta2)
+    return Study(*given, sync=subject.sync, after=budget.after, beta2=budget.beta2, model=subject.model)
 
 
 def _best(subject: Subject, budget: Budget, kept: Kept) -> float:

@@ -29,26 +29,36 @@ _OF_DENSE["zero3"] = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`steps` timed steps at most, fewer where they would take longer than `budget_s`."""
+    """`steps` timed steps of a model at most, fewer where they would take longer than `budget_s`."""
 
     steps: int
     warm: int
     budget_s: float
     alternations: int
     cores: int
+    model: str = setting.GPT2
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One method on one link, measured for the `turn`-th time."""
+    """One method on one link, measured for the `turn`-th time, with a model of `setting`."""
 
     method: Method
     link: Link
     length: Length
     turn: int
+    model: str = setting.GPT2
 
     def key(self, commit: str) -> str:
-        what = [self.method.name, self.method.plan, asdict(self.link), asdict(self.length), self.turn, commit]
+        what = [
+            self.method.name,
+            self.method.plan,
+            asdict(self.link),
+            asdict(self.length),
+            self.turn,
+            self.model,
+            commit,
+        ]
         return json.dumps(what, sort_keys=True)
 
 
@@ -77,7 +87,7 @@ def run(todo: Iterator[Turn], kept: Kept, commit: str, say: Callable[[str], None
         who = (turn.method.name, turn.link.hosts)
         result = kept.get(turn.key(commit)) or hung.get(who)
         if result is None or ("error" in result and not turn.method.peer):
-            result = measure(turn.method, turn.link, turn.length)
+            result = measure(turn.method, turn.link, turn.length, model=turn.model)
             kept.put(turn.key(commit), result)
         if turn.method.peer and HUNG in result.get("error", ""):
             hung.setdefault(who, {**result, "error": f"{result['error']} (at {turn.link.rate})"})
@@ -94,7 +104,7 @@ def _turn(method: Method, link: Link, pace: Pace, steps: int, turn: int) -> Turn
     warm = pace.warm if step_s * (pace.warm + count) < 2 * pace.budget_s else 1
     # A run that was started on a loaded machine is not to be taken for one that hangs.
     limit = _START_S + 30.0 * link.hosts / pace.cores + 3.0 * step_s * (warm + count)
-    return Turn(method, link, Length(count, warm, limit), turn)
+    return Turn(method, link, Length(count, warm, limit), turn, pace.model)
 
 
 def expected_s(method: Method, link: Link, pace: Pace) -> float:
@@ -103,15 +113,15 @@ def expected_s(method: Method, link: Link, pace: Pace) -> float:
     if method.name == ALONE.name or link.rate == UNSHAPED:
         return compute
     rate = min(read_rate(r) for r in (link.rate, link.between) if r not in ("", UNSHAPED))
-    return compute + _bytes(method, link.hosts) / (0.95 * rate)
+    return compute + _bytes(method, link.hosts, pace.model) / (0.95 * rate)
 
 
-def _bytes(method: Method, hosts: int) -> float:
-    dense = 4.0 * setting.PARAMETERS * 2 * (hosts - 1) / hosts
+def _bytes(method: Method, hosts: int, model: str) -> float:
+    dense = 4.0 * setting.PARAMETERS[model] * 2 * (hosts - 1) / hosts
     if method.peer or method.period > 1:
         return dense * _OF_DENSE.get(method.name, 1.0) / method.period
     if method.plan["exchange"] == "auto":
         return dense * (0.05 if method.plan.get("lossy") else 0.5)
-    shapes = tuple((name, tuple(p.shape)) for name, p in setting.gpt2().named_parameters())
+    shapes = tuple((name, tuple(p.shape)) for name, p in setting.module(model).named_parameters())
     plan = Plan(rows=(1,), microbatches=(1,), exchange=method.plan["exchange"], bucket_bytes=BUCKET_BYTES)
     return float(max(price_of(PlanMethods.of(plan), shapes, ProcessGroups.flat(hosts)).sent_bytes))
