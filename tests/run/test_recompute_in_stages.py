@@ -7,19 +7,24 @@ from typing import Any
 
 import pytest
 
+from gossamer.view.run_directory import RunDirectory
 from pool import Pool
+
+EVERY_SECOND = {"recompute": {"every": 2}}
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "budget"),
     [
-        {"pipeline_schedule": "one_f_one_b"},
-        {"pipeline_schedule": {"split_backward": {"inner": "gpipe"}}},
-        {"pipeline_schedule": "one_f_one_b", "mesh": {"pipe": 3}},
+        ({"pipeline_schedule": "one_f_one_b"}, "12.5kB"),
+        ({"pipeline_schedule": {"split_backward": {"inner": "gpipe"}}}, "30kB"),
+        ({"pipeline_schedule": "one_f_one_b", "mesh": {"pipe": 3}}, "12.5kB"),
     ],
     ids=str,
 )
-def test_recomputed_units_of_stages_change_no_bit(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
+def test_recomputed_units_of_stages_change_no_bit(
+    pool: Pool, tmp_path: Path, plan: dict[str, Any], budget: str
+) -> None:
     given = {"mesh": {"pipe": 2}, "exchange": "dense", **plan}
     ranks = given["mesh"]["pipe"]  # type: ignore[index]
     found = [
@@ -31,10 +36,13 @@ def test_recomputed_units_of_stages_change_no_bit(pool: Pool, tmp_path: Path, pl
             steps=3,
             dropout=0.1,
         )
-        for place, savers in enumerate(([], [{"recompute": {"every": 2}}], ["recompute"]))
+        for place, savers in enumerate(([], [EVERY_SECOND], ["recompute"], [{"recompute": {"budget": budget}}]))
     ]
     digests = [[one["held"] for one in each] for each in found]
-    assert digests[0] == digests[1] == digests[2]
+    assert digests[0] == digests[1] == digests[2] == digests[3]
+    written = RunDirectory(tmp_path / "3" / "run").plan()
+    assert written is not None and isinstance(written.savers[0], dict)
+    assert written.savers[0]["recompute"]["units"], "the budget asks for some"
 
 
 def test_units_that_change_python_state_are_refused_in_stages(pool: Pool, tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ _FLOP_OF_ELEMENT = 50.0  # writing one takes a core about as long as so many flo
 class GhostStep:
     """The bytes of one micro-batch beside parameters and their gradients, by group of units.
 
-    `kept`: what the forward pass keeps for the backward pass; `passing`: what at most comes and goes beside that.
-    `small`: the fraction of what is kept that lies in blocks of less than 1 MiB.
+    `kept`: what the forward pass keeps for the backward pass; `passing`: what at most comes and goes beside that while
+    the group runs, in either pass. `small`: the fraction of what is kept that lies in blocks of less than 1 MiB.
     """
 
     kept: tuple[int, ...]
@@ -48,14 +48,21 @@ class UnitGhost:
     """The bytes of one micro-batch unit by unit, in the order of their calls; before them what came first.
 
     `kept`: from the unit's forward to its backward; what follows a unit counts as its own. `most`: at most while it
-    runs, in either pass, beside what the units before it keep. `work`: of its forward, in flop. `peak`: of all.
+    runs, in either pass, beside what the units before it keep. `work`: of its forward, in flop. `peaks`: of each group
+    of units, at most while one of them runs, beside what the groups before it keep.
     """
 
     units: tuple[str, ...]
     kept: tuple[int, ...]
     most: tuple[int, ...]
     work: tuple[float, ...]
-    peak: int
+    peaks: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes at the peak of a model in one group."""
+        (found,) = self.peaks
+        return found
 
 
 def ghost_step(
@@ -77,12 +84,18 @@ def ghost_step(
             return _made(ghost, outline, run)
 
 
-def ghost_of_units(module: nn.Module, run: Callable[[nn.Module], Tensor], units: Sequence[str]) -> UnitGhost:
-    """Return what each of `units` takes of the memory of a micro-batch; `run` as of `ghost_step`.
+def ghost_of_units(
+    module: nn.Module,
+    run: Callable[[nn.Module], Tensor],
+    units: Sequence[str],
+    *,
+    groups: Sequence[Collection[str]] = (),
+) -> UnitGhost:
+    """Return what each of `units` takes of the memory of a micro-batch; `run` and `groups` as of `ghost_step`.
 
     Raises BadInput where shapes alone do not say what the forward does.
     """
-    with _shapes_alone(module, has_backward=True) as outline, _UnitAllocations(outline, units) as ghost:
+    with _shapes_alone(module, has_backward=True) as outline, _UnitAllocations(outline, units, groups) as ghost:
         ghost.follow_units(outline)
         _drop_gradients(outline)
         loss = run(outline)
@@ -95,7 +108,7 @@ def ghost_of_units(module: nn.Module, run: Callable[[nn.Module], Tensor], units:
             kept=kept[:there],
             most=tuple(ghost.above[:there]),
             work=tuple(ghost.work[:there]),
-            peak=ghost.most_of_all,
+            peaks=tuple(ghost.peaks),
         )
 
 
@@ -128,11 +141,10 @@ def _made(ghost: _Allocations, outline: nn.Module, run: Callable[[nn.Module], Te
     loss = run(outline)
     kept = tuple(ghost.held)
     small = ghost.small / max(1, sum(kept))
-    passing = [most - there for most, there in zip(ghost.most, kept, strict=True)]
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
-        passing[-1] = max(passing[-1], ghost.most_of_all - sum(kept))  # it starts there, where logits have a gradient
-    return GhostStep(kept=kept, passing=tuple(passing), small=small)
+    passing = tuple(most - there for most, there in zip(ghost.above, kept, strict=True))
+    return GhostStep(kept=kept, passing=passing, small=small)
 
 
 def _dropped(parameter: Tensor) -> None:
@@ -150,14 +162,20 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = [*outline.parameters(), *outline.buffers()]
         self._not_ours = {self._operators.key(tensor) for tensor in there}
         self._group = 0
-        self.held, self.most, self.most_of_all = [0] * groups, [0] * groups, 0
+        self.held, self.above = [0] * groups, [0] * groups
         self.small = 0
 
     def follow(self, outline: nn.Module, number: int, units: frozenset[str]) -> None:
-        """Count for group `number` what is made from the time on at which one of its units begins."""
+        """Count for group `number` what is made from the time on at which one of its units begins, in either pass."""
         for name, inner in outline.named_modules():
             if name in units:
                 inner.register_forward_pre_hook(partial(self._enter, number))
+                inner.register_forward_hook(partial(self._await_backward, number))
+
+    def _await_backward(self, number: int, unit: nn.Module, given: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(partial(self._enter, number))
 
     def _enter(self, number: int, *_: object) -> None:
         self._group = number
@@ -178,8 +196,7 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._there[key] = weakref.ref(storage, lambda _: self._gone(key, group, size))
         self.held[group] += size
         self.small += size if size < _SMALL else 0
-        self.most[group] = max(self.most[group], self.held[group])
-        self.most_of_all = max(self.most_of_all, sum(self.held))
+        self.above[group] = max(self.above[group], sum(self.held[group:]))
 
     def _gone(self, key: int, group: int, size: int) -> None:
         self._there.pop(key, None)
@@ -190,12 +207,13 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _UnitAllocations(_Allocations):  # type: ignore[no-untyped-call]
     """The same by units, which are numbered in the order in which they are first called; 0 is what comes before."""
 
-    def __init__(self, outline: nn.Module, units: Sequence[str]) -> None:
+    def __init__(self, outline: nn.Module, units: Sequence[str], groups: Sequence[Collection[str]]) -> None:
         super().__init__(outline, 1 + len(units))
-        self._units = units
+        self._units, self._groups = units, groups
         self.order: list[str] = []
-        self.above = [0] * (1 + len(units))
         self.work = [0.0] * (1 + len(units))
+        self.peaks = [0] * max(1, len(groups))
+        self._of = [0]  # the group of each unit
 
     def follow_units(self, outline: nn.Module) -> None:
         """Count for a unit from its forward to the next one's, and from its backward to that of the one before."""
@@ -207,12 +225,11 @@ class _UnitAllocations(_Allocations):  # type: ignore[no-untyped-call]
     def _begin(self, name: str, *_: object) -> None:
         if name not in self.order:
             self.order.append(name)
+            self._of.append(next((at for at, names in enumerate(self._groups) if name in names), self._of[-1]))
         self._enter(1 + self.order.index(name))
 
     def _end(self, name: str, unit: nn.Module, given: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(partial(self._enter, 1 + self.order.index(name)))
+        self._await_backward(1 + self.order.index(name), unit, given, output)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
@@ -223,5 +240,6 @@ class _UnitAllocations(_Allocations):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         super()._note(tensor)
-        above = sum(self.held) - sum(self.held[: self._group])
-        self.above[self._group] = max(self.above[self._group], above)
+        group = self._of[self._group]
+        there = sum(held for held, of in zip(self.held, self._of, strict=False) if of >= group)
+        self.peaks[group] = max(self.peaks[group], there)

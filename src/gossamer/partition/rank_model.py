@@ -154,6 +154,7 @@ def outline_stages(source: ModelProvider, asked: PartitionRequest, plan: Plan | 
     cut.ways.check_chance(first, flow)
     cut.ways.know(first, flow, cut.parts)
     check_room(plan, cut, asked)
+    plan = with_recomputed_units(plan, outline, asked, cut)
     reasons = {**plan.reasons, "pipeline_schedule": bubble_reason(plan, flow, cut.parts)}
     plan = plan.model_copy(update={"forecast": forecast_of(plan, cut, asked.batches, config), "reasons": reasons})
     return StagedOutline(plan, cut, flow, find)

@@ -1,11 +1,11 @@
 """Recompute: a unit keeps its arguments alone, and runs its forward again in the backward pass.
 
 Units:  the repeated blocks of the model (all units where it has none): all, every k-th, those named, or the set that
-        keeps the activations of a micro-batch within `budget` at the least seconds (exact, `_cheapest_set.py`).
+        keeps the activations of a rank within `budget` at the least seconds (exact, `_cheapest_set.py`).
 Memory: of a recomputed unit its arguments from forward to backward, and all that it saves while its backward runs.
 Work:   one forward more of every recomputed unit.   Result: bit-equal to plain training.
 Stages: with `recompute` alone a pipeline stage recomputes all of itself, right before the backward of a micro-batch;
-        with units or every it recomputes these within the backward, as a model in one process does.
+        with units, every or budget it recomputes these within the backward, as a model in one process does.
 Paper:  Chen et al., arXiv:1604.06174; the set by dynamic programming as in Beaumont et al., arXiv:1911.13214 in kind.
 """
 
@@ -30,8 +30,8 @@ from gossamer.spec.units import read_size
 class Recompute(Saver):
     """Recomputation of units: every `every`-th block, or those in `units`, or those that `budget` bytes ask for.
 
-    `budget`: bytes of a micro-batch's activations at the peak of its forward and backward pass, such as 2GiB. `units`
-    are then what was found for it.
+    `budget`: bytes of the activations of a rank at the peak of its schedule, such as 2GiB: in one process those of one
+    micro-batch, in stages those of all micro-batches alive. `units` are then what was found for it.
     """
 
     every: int = 1

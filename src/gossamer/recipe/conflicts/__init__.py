@@ -53,7 +53,6 @@ LAWS: tuple[Law, ...] = (
     sharding.sharding_with_policy,
     savers.savers_with_each_other,
     savers.savers_with_layout,
-    savers.recompute_with_stages,
     tiers.tiers_alone,
     supernet.supernet_alone,
     adaptation.policy_with_islands,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 from gossamer.recipe.recipe import Recipe
-from gossamer.saver.recompute import Recompute
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
@@ -57,16 +56,3 @@ def savers_with_layout(recipe: Recipe) -> BadInput | None:
                 key=_KEY,
             )
     return None
-
-
-def recompute_with_stages(recipe: Recipe) -> BadInput | None:
-    """Return an error for a budget of recompute in stages, each of which has activations of its own."""
-    found = next((saver for saver in recipe.methods.savers if isinstance(saver, Recompute)), None)
-    if found is None or not recipe.in_stages or not found.budget:
-        return None
-    return bad_input(
-        wanted="recompute of named units in stages, which have as many micro-batches alive as their place asks for",
-        got=told(next(one for one in recipe.plan.savers if MethodConfig.parse(one).name == "recompute")),
-        do="write recompute alone, which recomputes whole stages, or every or units, or set plan.mesh.pipe to 1",
-        key=_KEY,
-    )
