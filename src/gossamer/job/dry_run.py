@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gossamer.data import Corpus, decode_preview
+from gossamer.job.auto_savers import choose, is_open
 from gossamer.job.fit import Change, Fit, Machine, ProcessBase
 from gossamer.job.link_forecast import Cure, HostLinks, told_of_common, told_of_hosts
 from gossamer.job.memory_forecast import MemoryForecast
@@ -68,12 +69,17 @@ def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None =
     given = read_plan(plan_file, ranks=ranks) if plan_file else None
     source = OutlineSource(OriginSource(origin, config.train.seed))
     looked_at = planned(source, asked, given)
-    held, plan = looked_at.outline, looked_at.plan
-    parts = replace(parts_of(asked, held, validation=data.validation, words=data.tokenizer), device=cpu)
+    parts = replace(parts_of(asked, looked_at.outline, validation=data.validation, words=data.tokenizer), device=cpu)
     check_before_start(parts)
+    base = ProcessBase.measured()  # now that all is imported that a worker imports
+    machines = _machines(asked, base)
+    if is_open(looked_at):
+        looked_at = choose(looked_at, [(one.ranks, one.total) for one in machines]).planned
+    held, plan = looked_at.outline, looked_at.plan
     facts = facts_of(parts.outline)
     others = _Others(source, asked)
-    memory, links = _on_machines(looked_at, others)
+    fit = Fit(forecast=MemoryForecast.of(looked_at, local_ranks=asked.local_ranks), base=base, machines=machines)
+    links, memory = _links(looked_at, others), fit.told(_changes(looked_at, others))
     state_bytes = max(plan.forecast.state_bytes, default=4 * facts.parameter_bytes)
     stages = {} if held.cut is None else {f"stage {p.stage}": state_bytes_of(held.cut, p) for p in held.cut.parts}
     return {
@@ -114,29 +120,27 @@ class _Others:
             return None
 
 
-def _on_machines(looked_at: Planned, others: _Others) -> tuple[dict[str, object], dict[str, object]]:
-    """Return whether the run fits its machines, and what its links cost.
+def _machines(asked: PartitionRequest, base: ProcessBase) -> tuple[Machine, ...]:
+    """Return the machines of a run. Raises BadInput for a host that is not ready."""
+    names, local = asked.config.machines.hosts, asked.local_ranks
+    spans = [range(first, first + local) for first in range(0, asked.ranks, local)]
+    if not names:
+        return tuple(Machine.here(span, base) for span in spans)
+    found = look(names, HostRequirements(python=sys.executable, folder=str(Path.cwd())))
+    return tuple(
+        Machine(name=name, ranks=span, total=found[name].memory[0], free=found[name].memory[1])
+        for name, span in zip(names, spans, strict=True)
+    )
 
-    Raises BadInput for a host that is not ready.
-    """
-    config, plan, local = looked_at.asked.config, looked_at.plan, looked_at.asked.local_ranks
-    forecast, names = MemoryForecast.of(looked_at, local_ranks=local), config.machines.hosts
-    base = ProcessBase.measured()  # now that all is imported that a worker imports
-    spans = [range(first, first + local) for first in range(0, plan.ranks, local)]
-    if names:
-        found = look(names, HostRequirements(python=sys.executable, folder=str(Path.cwd())))
-        machines = [
-            Machine(name=name, ranks=span, total=found[name].memory[0], free=found[name].memory[1])
-            for name, span in zip(names, spans, strict=True)
-        ]
-        host_of = [host for host, span in enumerate(spans) for _ in span]
-        measured = HostLinks.measured(names, host_of, sys.executable)
-        links = told_of_hosts(measured, plan.forecast.wire_bytes, _cures(plan, others))
-    else:
-        machines = [Machine.here(span, base) for span in spans]
-        links = told_of_common(plan.forecast.wire_bytes, _cures(plan, others))
-    fit = Fit(forecast=forecast, base=base, machines=tuple(machines))
-    return fit.told(_changes(looked_at, others)), links
+
+def _links(looked_at: Planned, others: _Others) -> dict[str, object]:
+    """Return what the links of a run cost."""
+    plan, names = looked_at.plan, looked_at.asked.config.machines.hosts
+    if not names:
+        return told_of_common(plan.forecast.wire_bytes, _cures(plan, others))
+    host_of = [rank // looked_at.asked.local_ranks for rank in range(plan.ranks)]
+    measured = HostLinks.measured(names, host_of, sys.executable)
+    return told_of_hosts(measured, plan.forecast.wire_bytes, _cures(plan, others))
 
 
 def _cures(plan: Plan, others: _Others) -> list[Cure]:

@@ -10,6 +10,7 @@ from gossamer.run.resources import memory, resident_bytes
 from gossamer.spec.units import show_gib
 
 _BUFFERS = 40 << 20  # of a worker besides: threads, sockets and messages, scratch of matmuls (docs/results/fit.json)
+_USUAL_OWN, _USUAL_SHARED = 280 << 20, 112 << 20  # torch 2.13 and transformers on Linux: 432 MiB with the buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class ProcessBase:
         """Return that of this process, which has imported what a worker imports."""
         own, shared = resident_bytes()
         return ProcessBase(own + _BUFFERS, shared)
+
+    @staticmethod
+    def usual() -> ProcessBase:
+        """Return that of a worker as it was measured, for decisions on which all processes must agree."""
+        return ProcessBase(_USUAL_OWN + _BUFFERS, _USUAL_SHARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from gossamer.autotune.plan_groups import levels_of
 from gossamer.autotune.trial_steps import TrialSteps
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
+from gossamer.job.auto_savers import with_savers
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
@@ -62,7 +63,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         saver = _saver(job, sink)
         check_agreement(pump, _facts(job))
         caution = _caution(job)
-        job = _settled(job, pump, sink)
+        job = _settled(with_savers(job, pump, sink), pump, sink)
         flop_per_token = flop_per_token_of(job)  # before hooks of Gossamer change its forward
         job = _built(job, pump, sink)
         engine = engine_of(job.parts)

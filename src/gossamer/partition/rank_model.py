@@ -5,7 +5,7 @@ Every rank traces the model without its weights, finds the same split points, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -36,6 +36,7 @@ from gossamer.recipe import PlanMethods
 from gossamer.run.batches import Feed
 from gossamer.run.staged_model import Forward, StagedModel
 from gossamer.spec.config import RunConfig
+from gossamer.spec.method_config import Written
 from gossamer.spec.plan import Plan
 from gossamer.spec.unread_keys import in_stages
 
@@ -79,6 +80,20 @@ class Planned:
             assert self.module is not None
             return RankModel(self.plan, self.module)
         return RankModel(self.plan, self.outlined.cut.ways.module, self.outlined.cut)
+
+    def with_plan(self, plan: Plan) -> Planned:
+        """Return the same model under a plan that splits it in the same way."""
+        outlined = None if self.outlined is None else replace(self.outlined, plan=plan)
+        return replace(self, plan=plan, outlined=outlined)
+
+    def with_savers(self, savers: Sequence[Written]) -> Planned:
+        """Return the same model with savers in its plan, and the units that a budget asks for.
+
+        Raises BadInput where they cannot be combined with the rest, or no units meet the budget.
+        """
+        plan, outline = self.plan.model_copy(update={"savers": tuple(savers)}), self.outline
+        recipe.check(self.asked.config, plan)
+        return self.with_plan(with_recomputed_units(plan, outline.module, self.asked, outline.cut))
 
     def hold(self) -> RankModel:
         """Build and return the model that this rank trains. Call it once."""

@@ -368,8 +368,8 @@ class PlanSection(Section):
     )
     savers: Annotated[Written | list[Written], MethodOf("saver")] = Field(
         "auto",
-        description="what saves memory for seconds: a list of methods of `gossamer methods saver`; none; auto: none, "
-        "and `--dry-run` says which would help where the memory is too small",
+        description="what saves memory for seconds: a list of methods of `gossamer methods saver`; none; auto: none "
+        "where the run fits its machines, else the recompute or cut_cross_entropy with which it does",
     )
     lossy: bool = Field(False, description="whether `auto` may choose exchanges that lose information")
     residuals_on_resume: Literal["redistribute", "reset"] = Field(
