@@ -77,7 +77,8 @@ def distill(
 
     teacher:   a run directory, a Hugging Face folder or a GGUF file.
     to:        the run.yaml of the student. overrides: settings that win over it, as in `resume`.
-    by:        the loss: taid, kl, reverse_kl, jsd or hidden (hidden states beside kl, or beside what the file says).
+    by:        the loss: taid, kl, reverse_kl, jsd, hidden (hidden states beside kl, or beside what the file says) or
+               expert_distillation (of a pruned mixture of experts, whose teacher is the model that was pruned).
     `distillation` in the result has the losses of teacher and student on every validation set, before and after.
     Raises BadInput, RunFailed, Interrupted.
     """

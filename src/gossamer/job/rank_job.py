@@ -17,6 +17,7 @@ from gossamer.autotune.plan_groups import levels_of
 from gossamer.autotune.trial_steps import TrialSteps
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
+from gossamer.job.expert_teaching import taught_by_experts
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
@@ -72,6 +73,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
             sink(records.Event(level="info", message=engine.told))
         job = _referenced(job, engine, pump, sink)
         job, engine = taught(job, engine, pump, sink, ending)
+        engine = taught_by_experts(job, engine, pump, sink, ending)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(
