@@ -13,7 +13,9 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.plan import Plan
+from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, open_run
+from gossamer.view.told_progress import ToldProgress
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
@@ -102,7 +104,12 @@ def distill(
     resolved = load(Path(to), [f"train.loss={json.dumps({by: settings})}", *given])
     check_names(resolved)
     loss_methods.build(resolved.config.train.loss, key="train.loss")  # what is wrong is told before minutes are spent
-    losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))
+    display = open_display("quiet" if resolved.config.run.display == "quiet" else "plain")
+    try:
+        told = ToldProgress(display=display, whose="distill")
+        losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher), told)
+    finally:
+        display.close()
     data = train_command(resolved)
     for one in RunDirectory(Path(data["directory"])).records():
         if isinstance(one, Evaluation) and one.name in losses:
