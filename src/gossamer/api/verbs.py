@@ -51,6 +51,10 @@ def train(
 ) -> TrainingResult:
     """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary and records.
 
+    A configuration with `train.phases` is trained in processes of its own, as `gossamer train` does: the model is named
+    and not built, the data is text or `data.factory`, and there are no callbacks; call it from the main thread. The
+    records of the result are those of the last phase.
+
     model:  an unmodified nn.Module (or what the `model` section of a configuration holds).
     data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors; None: the
             source of `config`.
@@ -63,9 +67,16 @@ def train(
     The result is a mapping with the figures of the run; `steps`, `losses` and `evaluations` are its records as arrays.
     After it the module has no hooks or wrappers, and its `.grad` are None. Raises BadInput, RunFailed, Interrupted.
     """
-    from gossamer.job.in_process import train_in_process
+    from gossamer.job.in_process import check_resume, phases_asked, train_in_process
+    from gossamer.settings import Resolved
+    from gossamer.view.training_result import TrainingResult
 
-    return train_in_process(model, data, config, resume, callbacks)
+    phased = phases_asked(model, data, config, callbacks)
+    if phased is None:
+        return train_in_process(model, data, config, resume, callbacks)
+    check_resume(resume)
+    done = train_command(Resolved.of(phased), resume=resume)
+    return TrainingResult(done, run=open_run(Path(done["directory"])))
 
 
 def distill(
