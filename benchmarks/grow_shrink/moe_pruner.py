@@ -7,9 +7,9 @@ x being what the student's router sends to an expert, the teacher the model befo
 are equal at the first step; or by CE alone. The paper's models are of 47B parameters, and its figures are accuracies:
 none is in this unit.
 
-Study `by_block` looks for the cause of what `one_shot` finds: blocks pruned one after the other, each on the inputs
-that pruned blocks give, as Wanda's paper does and `gossamer prune` does not; what each kind of layer does alone; how
-unequal input features are.
+Study `by_block` looks for the cause of what `one_shot` finds: what it is worth that blocks are pruned one after the
+other, each on the inputs that pruned blocks give, as Wanda's paper and `gossamer prune` do; what each kind of layer
+does alone; how unequal input features are.
 """
 
 from __future__ import annotations
@@ -206,14 +206,14 @@ def by_block(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
     for sparsity in SPARSITIES:
         found, whole = pruned_losses(dense_steps, seeds, trials, sparsity)
         for name in NAMES[1:]:
-            apart = [
+            together = [
                 trials(
-                    f"{name}, {dense_steps} steps, calibration {seed}, sparsity {sparsity:g}",
-                    lambda name=name, seed=seed, sparsity=sparsity: shrunk_by_block(dense_steps, name, seed, sparsity),
+                    f"{name} in one pass, {dense_steps} steps, calibration {seed}, sparsity {sparsity:g}",
+                    lambda name=name, seed=seed, sparsity=sparsity: shrunk_at_once(dense_steps, name, seed, sparsity),
                 )
                 for seed in range(seeds)
             ]
-            pairs = [(a - whole) / (b - whole) for a, b in zip(apart, found[name], strict=True)]
+            pairs = [(a - whole) / (b - whole) for a, b in zip(found[name], together, strict=True)]
             rows.append(
                 Row(
                     method=f"{name} by block",
@@ -227,8 +227,8 @@ def by_block(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
                     holds=max(pairs) < 1,
                     details={
                         "loss_dense": whole,
-                        "by_block": apart,
-                        "one_pass": found[name],
+                        "by_block": found[name],
+                        "one_pass": together,
                         "magnitude": found["magnitude"],
                         **(looked if sparsity == SPARSITIES[0] and name == "wanda" else {}),
                     },
@@ -237,12 +237,13 @@ def by_block(dense_steps: int, seeds: int, trials: Trials) -> list[Row]:
     return rows
 
 
-def shrunk_by_block(dense_steps: int, name: str, seed: int, sparsity: float) -> float:
-    """Prune one block after the other, each on what the pruned ones before it give; return the loss."""
-    module = copied(dense(dense_steps)).eval()
+def shrunk_at_once(dense_steps: int, name: str, seed: int, sparsity: float) -> float:
+    """Prune all blocks on what those of the model before give; return the loss."""
+    module, masks = copied(dense(dense_steps)).eval(), dict[str, Tensor]()
     for block in range(LAYERS):
         wanted = {"sparsity": sparsity, "include": [rf"^blocks\.{block}\.(qkv|out|moe\.experts)"]}
-        apply_masks(module, prune(module, pruning({name: wanted}), calibration(module, logits, seed)).masks)
+        masks |= prune(module, pruning({name: wanted}), calibration(module, logits, seed)).masks
+    apply_masks(module, masks)
     return held_loss(module, logits)
 
 

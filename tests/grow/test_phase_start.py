@@ -187,7 +187,9 @@ def test_making_a_start_is_said_and_how_a_phase_began_stays(
         _prepare(second, first)
     first, second = phases(MAGNITUDE)
     _prepare(second, first)
-    assert "phase b: its start, magnitude, of the weights of phase a" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    begun, made = "phase b: its start, magnitude, of the weights of phase a", "phase b: matrices pruned, 7 of 14"
+    assert said.rindex(begun) < said.index(made)
     second.directory.path.mkdir(parents=True)
     second.directory.config_file.write_text("begun")
     _prepare(second, first)

@@ -13,6 +13,7 @@ from gossamer.prune import apply_masks, build, expert_distances, prune
 from gossamer.spec.errors import BadInput
 from model.tiny import Plain
 from prune.experts import Mixture, MixtureModel, ids, of_transformers
+from prune.test_moe_pruner import Pairs
 
 
 def pair(module: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -75,6 +76,37 @@ def test_an_unpruned_model_is_at_no_distance_and_nothing_stays_hooked() -> None:
         module(torch.randn(9, 8))
         assert float(distance()) == 0.0
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in module.modules())
+
+
+def test_a_distance_is_taken_once_and_a_forward_without_gradients_has_none() -> None:
+    torch.manual_seed(2)
+    student, teacher = pair(MixtureModel())
+    with expert_distances(student, teacher) as distance:
+        student(ids())
+        assert float(distance().detach()) > 0
+        assert float(distance()) == 0
+        student(ids())
+        with torch.no_grad():
+            student(ids())
+        assert float(distance()) == 0
+
+
+@pytest.mark.parametrize("kind", ["list", "mixtral"])
+def test_half_types_are_compared_in_float32(kind: str) -> None:
+    torch.manual_seed(3)
+    student, teacher = pair((MixtureModel() if kind == "list" else of_transformers(kind)).bfloat16())
+    with expert_distances(student, teacher) as distance:
+        student(ids())
+        assert distance().dtype == torch.float32
+
+
+def test_experts_that_return_more_than_a_tensor_are_refused_by_name() -> None:
+    module = Pairs()
+    with (
+        pytest.raises(BadInput, match=r"experts in experts .*Pair: it returns more than one tensor"),
+        expert_distances(module, copy.deepcopy(module)),
+    ):
+        module(torch.randn(9, 8))
 
 
 def test_masks_hold_through_steps_of_distillation() -> None:

@@ -99,8 +99,8 @@ def test_subclasses_and_layers_beside_them(name: str) -> None:
             found: Tensor = self.out(self.attention(x, x, x, need_weights=False)[0])
             return found
 
-    module = nn.Sequential(Attending(), Attending())
-    found = prune(module, build(name), [lambda: module(torch.randn(2, 3, 8))])
+    module, x = nn.Sequential(Attending(), Attending()), torch.randn(2, 3, 8)
+    found = prune(module, build(name), [lambda: module(x)])
     assert sorted(found.masks) == ["0.out.weight", "1.out.weight"]
 
 
@@ -163,8 +163,8 @@ def test_a_layer_that_is_called_in_two_places_has_one_mask() -> None:
             found: Tensor = self.blocks[1](self.blocks[0](x))
             return found
 
-    module = Twice()
-    found = prune(module, build("wanda"), [lambda: module(torch.randn(3, 8))])
+    module, x = Twice(), torch.randn(3, 8)
+    found = prune(module, build("wanda"), [lambda: module(x)])
     assert [one.tokens for one in found.matrices] == [6] and list(found.masks) == ["blocks.0.weight"]
 
 

@@ -26,6 +26,8 @@ from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import RankModel, build_rank_model
 from gossamer.partition.request import PartitionRequest
+from gossamer.prune import apply_masks, prune
+from gossamer.prune import build as pruning
 from gossamer.recipe import ParameterRules
 from gossamer.run.batches import DatasetBatches
 from gossamer.run.parts import Parts
@@ -128,6 +130,21 @@ class Small(nn.Module):
 def quantized(module: nn.Module) -> nn.Module:
     """`module` with its linear layers frozen, in blocks of 4 bits."""
     quantize_base(module, "int4")
+    return module
+
+
+def mixture() -> nn.Module:
+    """Return a mixture of experts of transformers, always the same."""
+    from prune.experts import of_transformers
+
+    return of_transformers("mixtral", vocab_size=16, max_position_embeddings=512)
+
+
+def pruned_mixture() -> nn.Module:
+    """Return `mixture` with half of its weights at zero."""
+    module = mixture()
+    apply_masks(module, prune(module, pruning("magnitude")).masks)
+    module.register_buffer("seen", torch.zeros(()))
     return module
 
 
@@ -466,6 +483,7 @@ def train(
         "halves": lambda: Causal().bfloat16(),
         "wide": lambda: Wide(),
         "quantized": lambda: quantized(Small(dropout)),
+        "mixture": pruned_mixture,
     }
     module = kinds[kind]()
     for name in frozen:

@@ -35,6 +35,7 @@ from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, find_run, newest_like
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize
+from gossamer.view.told_progress import ToldProgress
 
 _log = logging.getLogger(__name__)
 _FIGURES = ("directory", "outcome", "steps", "seconds", "final_loss", "validation_loss", "validation_bits_per_byte")
@@ -254,7 +255,13 @@ def _prepare(phase: Phase, before: Phase | None) -> None:
         display.show(Event(level="info", message=f"phase {phase.name}: its start, {how} of phase {before.name}"))
         with _stop_is_interrupted(), _keys_of(phase):
             told = make_start(
-                StartRequest(by=phase.by, source=before.directory.path, target=phase.config, out=phase.start.absolute())
+                StartRequest(
+                    by=phase.by,
+                    source=before.directory.path,
+                    target=phase.config,
+                    out=phase.start.absolute(),
+                    progress=ToldProgress(display=display, whose=f"phase {phase.name}"),
+                )
             )
         for remark in told.get("remarks", ()):
             display.show(Event(level="warning", message=f"phase {phase.name}: {remark}"))

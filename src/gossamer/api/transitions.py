@@ -28,12 +28,15 @@ if TYPE_CHECKING:  # brings torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRequest:
-    """A start folder to write. source: the run before; target: the configuration of the phase; out: a new folder."""
+    """A start folder to write. source: the run before; target: the configuration of the phase; out: a new folder;
+    progress: is told what is done, how many parts of it, of how many.
+    """
 
     by: Written | None
     source: Path
     target: RunConfig
     out: Path
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ def _pruned(asked: StartRequest) -> Mapping[str, Any]:
     from gossamer.job.pruned_model import PruneRequest, prune_model
 
     assert asked.by is not None
-    return prune_model(PruneRequest(source=asked.source, by=asked.by, out=asked.out), lambda name, done, total: None)
+    return prune_model(PruneRequest(source=asked.source, by=asked.by, out=asked.out), asked.progress)
 
 
 def _quantized(asked: StartRequest) -> Mapping[str, Any]:
@@ -109,7 +112,7 @@ def _quantized(asked: StartRequest) -> Mapping[str, Any]:
 
     assert asked.by is not None
     request = QuantizeRequest(source=asked.source, by=asked.by, out=asked.out)
-    return quantize_model(request, lambda name, done, total: None)
+    return quantize_model(request, asked.progress)
 
 
 CONTINUED = Transition(check=_same_shapes, write=_continued, keeps_masks=True)

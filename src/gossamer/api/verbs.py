@@ -13,7 +13,9 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, Written
 from gossamer.spec.plan import Plan
+from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, open_run
+from gossamer.view.told_progress import ToldProgress
 
 if TYPE_CHECKING:  # torch costs a second, and a supervisor does without
     from torch import nn
@@ -49,6 +51,10 @@ def train(
 ) -> TrainingResult:
     """Train `model` on `data` in this process, or as one rank under torchrun; return the run's summary and records.
 
+    A configuration with `train.phases` is trained in processes of its own, as `gossamer train` does: the model is named
+    and not built, the data is text or `data.factory`, and there are no callbacks; call it from the main thread. The
+    records of the result are those of the last phase.
+
     model:  an unmodified nn.Module (or what the `model` section of a configuration holds).
     data:   a source as in `data.source`, a Corpus, or a map-style dataset of dictionaries of tensors; None: the
             source of `config`.
@@ -61,9 +67,16 @@ def train(
     The result is a mapping with the figures of the run; `steps`, `losses` and `evaluations` are its records as arrays.
     After it the module has no hooks or wrappers, and its `.grad` are None. Raises BadInput, RunFailed, Interrupted.
     """
-    from gossamer.job.in_process import train_in_process
+    from gossamer.job.in_process import check_resume, phases_asked, train_in_process
+    from gossamer.settings import Resolved
+    from gossamer.view.training_result import TrainingResult
 
-    return train_in_process(model, data, config, resume, callbacks)
+    phased = phases_asked(model, data, config, callbacks)
+    if phased is None:
+        return train_in_process(model, data, config, resume, callbacks)
+    check_resume(resume)
+    done = train_command(Resolved.of(phased), resume=resume)
+    return TrainingResult(done, run=open_run(Path(done["directory"])))
 
 
 def distill(
@@ -77,7 +90,8 @@ def distill(
 
     teacher:   a run directory, a Hugging Face folder or a GGUF file.
     to:        the run.yaml of the student. overrides: settings that win over it, as in `resume`.
-    by:        the loss: taid, kl, reverse_kl, jsd or hidden (hidden states beside kl, or beside what the file says).
+    by:        the loss: taid, kl, reverse_kl, jsd, hidden (hidden states beside kl, or beside what the file says) or
+               expert_distillation (of a pruned mixture of experts, whose teacher is the model that was pruned).
     `distillation` in the result has the losses of teacher and student on every validation set, before and after.
     Raises BadInput, RunFailed, Interrupted.
     """
@@ -101,7 +115,12 @@ def distill(
     resolved = load(Path(to), [f"train.loss={json.dumps({by: settings})}", *given])
     check_names(resolved)
     loss_methods.build(resolved.config.train.loss, key="train.loss")  # what is wrong is told before minutes are spent
-    losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher))
+    display = open_display("quiet" if resolved.config.run.display == "quiet" else "plain")
+    try:
+        told = ToldProgress(display=display, whose="distill")
+        losses: dict[str, dict[str, float]] = losses_before(resolved.config, str(teacher), told)
+    finally:
+        display.close()
     data = train_command(resolved)
     for one in RunDirectory(Path(data["directory"])).records():
         if isinstance(one, Evaluation) and one.name in losses:

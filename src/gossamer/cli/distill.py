@@ -25,7 +25,8 @@ def distill(teacher: Path, /, *override: str, to: Path, by: str = "taid", json: 
     to
         The configuration of the student (YAML or TOML).
     by
-        taid, kl, reverse_kl, jsd or hidden (hidden states beside kl); `gossamer methods loss` explains them.
+        taid, kl, reverse_kl, jsd, hidden (hidden states beside kl) or expert_distillation (of a pruned mixture);
+        `gossamer methods loss` explains them.
     """
     data = verbs.distill(teacher, to, list(override), by=by)
     return CommandResult(data, f"{_told(data)}{ending(data)}", is_report=True)

@@ -152,6 +152,59 @@ def config_from(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     return found
 
 
+def phases_asked(
+    model: nn.Module | str | Mapping[str, Any],
+    data: Any,
+    config: RunConfig | Mapping[str, Any] | str | Path | None,
+    callbacks: Sequence[Any] = (),
+) -> RunConfig | None:
+    """Return the configuration of a run in phases as run.yaml holds it; None without phases.
+
+    Phases run in processes of their own. Raises BadInput for what they cannot get from this one: a module or a dataset
+    that is built already, functions of records.
+    """
+    found = _read(config)
+    if not found.train.phases:
+        return None
+    _check_model(model)
+    is_source = data is None or isinstance(data, str) or _is_source(data)
+    for is_so, wanted, got, do, key in (
+        (
+            isinstance(model, nn.Module),
+            "the name or the section of a model",
+            f"{_article(_name(model))} {_name(model)} that is built already",
+            "give {'hf': ...} or {'factory': 'package.module:function'}",
+            "model",
+        ),
+        (
+            not is_source,
+            "a source of text, or data.factory",
+            _kind(data),
+            "set data.factory to 'package.module:function', which returns it, and give None",
+            "data",
+        ),
+        (
+            data is not None and found.data.factory is not None,
+            "data from the argument of gossamer.train or from data.factory",
+            "both",
+            "leave data.factory out, or give None",
+            "data.factory",
+        ),
+        (
+            bool(callbacks),
+            "no callbacks",
+            f"{len(callbacks)}",
+            "leave them out, and read the records of the result",
+            "callbacks",
+        ),
+    ):
+        if is_so:
+            raise bad_input(
+                wanted=f"{wanted} with train.phases, which run in processes of their own", got=got, do=do, key=key
+            )
+    return _as_given(found, model, data)
+
+
 def _read(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
     if isinstance(config, RunConfig):
         return config
@@ -303,10 +356,7 @@ def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tu
 
     A run is resumed only if it holds a checkpoint, which all ranks write together.
     """
-    if resume not in (None, "auto"):
-        raise bad_input(
-            wanted='resume="auto" or None', got=repr(resume), do='give "auto", or call gossamer.resume(RUN_DIR)'
-        )
+    check_resume(resume)
     runs = Path(config.run.directory)
     if place.is_alone:
         found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
@@ -320,6 +370,14 @@ def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tu
         )
     named = RunDirectory(runs / config.run.name)
     return named, resume is not None and _has_checkpoint(named)
+
+
+def check_resume(resume: str | None) -> None:
+    """Raise BadInput for another value of `resume` than there is."""
+    if resume not in (None, "auto"):
+        raise bad_input(
+            wanted='resume="auto" or None', got=repr(resume), do='give "auto", or call gossamer.resume(RUN_DIR)'
+        )
 
 
 def _has_checkpoint(directory: RunDirectory) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,9 @@ def prune_model(request: PruneRequest, progress: Progress = lambda what, done, t
         )
     module = source.ready()
     before = mean_losses(module, source.loss, measured, progress, "before")
-    made = prune(module, pruning, _forwards(module, calibration, progress) if pruning.needs_text else ())
+    made = prune(
+        module, pruning, _forwards(module, calibration), lambda done, total: progress("matrices pruned", done, total)
+    )
     apply_masks(module, made.masks)
     after = mean_losses(module, source.loss, measured, progress, "after")
     data: dict[str, Any] = {
@@ -147,7 +149,7 @@ def bytes_of(module: nn.Module, pruned: Pruned) -> dict[str, int]:
     }
 
 
-def _forwards(module: nn.Module, texts: Sequence[SampledText], progress: Progress) -> Iterator[Callable[[], object]]:
-    """Yield the forwards over the calibration text."""
-    for batch in calibration_batches(texts, next(module.parameters()).device, progress):
-        yield partial(caller_of(module, batch), module, batch)
+def _forwards(module: nn.Module, texts: Sequence[SampledText]) -> list[Callable[[], object]]:
+    """Return the forwards over the calibration text."""
+    batches = calibration_batches(texts, next(module.parameters()).device)
+    return [partial(caller_of(module, batch), module, batch) for batch in batches]

@@ -18,6 +18,7 @@ from gossamer.autotune.trial_steps import TrialSteps
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.auto_savers import with_savers
+from gossamer.job.expert_teaching import taught_by_experts
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
@@ -73,6 +74,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
             sink(records.Event(level="info", message=engine.told))
         job = _referenced(job, engine, pump, sink)
         job, engine = taught(job, engine, pump, sink, ending)
+        engine = taught_by_experts(job, engine, pump, sink, ending)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(

@@ -101,7 +101,7 @@ def taught(
     teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
     if holds:
         found = find_teacher(inner.teacher)
-        digest = _digest(found.module)
+        digest = digest_of(found.module)
         words, remarks = compared(found, parts)
         teacher = _ready(found.module, parts, engine)
     if is_last:
@@ -123,7 +123,7 @@ def taught(
         loss, remarks = replace(loss, hidden=term), [*remarks, remark]
     if teacher is not None:
         how = "run once over the training data" if inner.top_k else "run beside the student"
-        remarks.append(_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
+        remarks.append(teacher_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
         if parts.cut is None:
             remarks += _first_look(engine, parts, loss)
     for one in remarks:
@@ -142,13 +142,14 @@ def taught(
         data=job.data.fingerprint,
         writes=job.where.writer == 0,
         at=job.at,
-        tell=lambda message: sink(_event("info", message)),
+        tell=lambda message: sink(teacher_event("info", message)),
     )
     job = replace(job, parts=replace(parts, train=asked.made()))
     return job, replace(engine, objective=replace(loss, teacher=None))
 
 
-def _event(level: Literal["info", "warning"], said: str) -> records.Event:
+def teacher_event(level: Literal["info", "warning"], said: str) -> records.Event:
+    """Return the record of what is to be said about a teacher."""
     return records.Event(level=level, message=f"teacher: {said}")
 
 
@@ -164,7 +165,7 @@ def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[record
             _check_tokens(found.tokenizer, parts.words)
         else:
             said = f"{found.without}, so that nothing has checked whether its tokens are those of the data"
-            remarks.append(_event("warning", said))
+            remarks.append(teacher_event("warning", said))
     words, ours, theirs = None, _width(parts.outline), _width(found.module)
     if ours is not None and theirs is not None and ours != theirs:
         known = getattr(parts.words, "vocabulary", None)
@@ -172,11 +173,11 @@ def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[record
             check_widths(ours, theirs)
         words = known
         said = f"it gives {theirs:,} logits and the student {ours:,}: those of the {known:,} tokens count, the others "
-        remarks.append(_event("info", said + "are padding"))
+        remarks.append(teacher_event("info", said + "are padding"))
     theirs_all, ours_all = _parameters(found.module), _parameters(parts.outline)
     if ours_all > theirs_all:
         said = f"it has {theirs_all:,} parameters, fewer than the student ({ours_all:,}): a smaller teacher is seldom "
-        remarks.append(_event("warning", said + "the better model"))
+        remarks.append(teacher_event("warning", said + "the better model"))
     return words, remarks
 
 
@@ -208,7 +209,7 @@ def _width(module: nn.Module) -> int | None:
         return None
 
 
-def _digest(module: nn.Module) -> float:
+def digest_of(module: nn.Module) -> float:
     """Return 48 bits of a hash of all weights."""
     whole = hashlib.sha256()
     for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
@@ -257,7 +258,7 @@ def _tiled(engine: ModelRuntime, parts: Parts, teacher: Teacher | None, ending: 
                 undo, why = _nothing, "its head is not what gives them"
         ending.callback(undo)
         if why:
-            remarks.append(_event("info", f"{whose} logits are held whole, as {why}"))
+            remarks.append(teacher_event("info", f"{whose} logits are held whole, as {why}"))
     return remarks
 
 
@@ -304,7 +305,7 @@ def matched(
     told = ", ".join(f"{one} with {another}" for one, another in pairs)
     said = f"{told}: {_parameters(maps):,} parameters of maps are trained too, and no part of the model"
     term = HiddenTerm(by=asked.by, weight=asked.match_weight, pairs=pairs, maps=maps, student=taps, teacher=theirs)
-    return term, _event("info", f"hidden states of {said}")
+    return term, teacher_event("info", f"hidden states of {said}")
 
 
 def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
@@ -318,7 +319,7 @@ def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[re
         value = float(look.loss_of_copies(rows, step=0, key=0))
     if abs(value) < _SAME and float(loss.weight(rows)):
         said = "the student gives its outputs already: the loss begins at 0, and there is nothing to learn from it"
-        return [_event("warning", said)]
+        return [teacher_event("warning", said)]
     return []
 
 

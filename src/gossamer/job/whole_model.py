@@ -306,11 +306,7 @@ def _spread(start: int, stop: int, most: int) -> np.ndarray[Any, Any]:
     return start + np.arange(count, dtype=np.int64) * (stop - start) // count
 
 
-def calibration_batches(
-    texts: Sequence[SampledText],
-    device: torch.device,
-    progress: Progress = lambda what, done, total: None,
-) -> Iterator[RankBatch]:
+def calibration_batches(texts: Sequence[SampledText], device: torch.device) -> Iterator[RankBatch]:
     """Yield the batches of the calibration text, without its padding."""
     for text in texts:
         if not len(text.chosen):
@@ -319,7 +315,6 @@ def calibration_batches(
         for some in row_slices(len(text.chosen), rows):
             for batch in without_padding(text.batches.batch(text.chosen[some])):
                 yield moved(batch, device)
-            progress(f"{text.name}, calibration", min(some.stop, len(text.chosen)), len(text.chosen))
 
 
 def without_padding(batch: RankBatch) -> Iterator[RankBatch]:

@@ -84,17 +84,18 @@ class Distillation(Loss):
         return course
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        return self._labels_loss(batch)(output, batch)
+        return labels_loss(batch)(output, batch)
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self._labels_loss(batch).weight(batch)
+        return labels_loss(batch).weight(batch)
 
     def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self._labels_loss(batch).predictions(output, batch)
+        return labels_loss(batch).predictions(output, batch)
 
-    def _labels_loss(self, batch: Mapping[str, Tensor]) -> Loss:
-        """Return the loss of the labels: one per row of a batch, or one per token."""
-        return Classification() if labels_of(batch, LABELS).ndim == 1 else NextToken()
+
+def labels_loss(batch: Mapping[str, Tensor]) -> Loss:
+    """Return the loss of a batch's labels: one per row, or one per token."""
+    return Classification() if labels_of(batch, LABELS).ndim == 1 else NextToken()
 
 
 def targets(batch: Mapping[str, Tensor]) -> Tensor:

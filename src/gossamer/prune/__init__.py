@@ -13,13 +13,14 @@ To add one:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.model.unit_walk import Forward, run_to, unit_layers
 from gossamer.prune._expert_distance import expert_distances
 from gossamer.prune._kept import Kept
 from gossamer.prune._matrices import Found, Matrix, find
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 KEY = "prune"
+
+Progress = Callable[[int, int], None]  # matrices done, matrices in all
 
 
 class Pruning(ABC):
@@ -110,15 +113,50 @@ class Pruned:
 
 
 @torch.no_grad()
-def prune(module: nn.Module, pruning: Pruning, forwards: Iterable[Callable[[], object]] = ()) -> Pruned:
-    """Return the masks of `pruning` for `module`, which stays as it is.
+def prune(
+    module: nn.Module,
+    pruning: Pruning,
+    forwards: Sequence[Forward] = (),
+    progress: Progress = lambda done, total: None,
+) -> Pruned:
+    """Return the masks of `pruning` for `module`, which stays as it is in the end.
 
-    forwards: each runs the module on a batch of the calibration text; the caller has put it into evaluation mode. All
-    statistics are those of the unpruned model. Raises BadInput for a model without linear layers, for rows that the
-    pattern does not divide, for layers that cannot be observed, and where a text is needed and there is none.
+    forwards: each runs the module on a batch of the calibration text, always the same; the caller has put it into
+    evaluation mode. What reaches a repeated block of the model is what the pruned ones before it give.
+    While it runs, the weights that are pruned are held twice. Raises BadInput for a model without linear layers, for
+    rows that the pattern does not divide, for layers that cannot be observed, and where a text is needed and there is
+    none.
     """
     kept = Kept.of(pruning.sparsity, pruning.pattern)
     found = find(module, pruning.include, pruning.exclude)
+    _check(module, pruning, found, kept, forwards)
+    params = dict(module.named_parameters())
+    masks: dict[str, Tensor] = {}
+    gone: dict[str, Tensor] = {}
+    told: dict[str, PrunedMatrix] = {}
+    used = forwards if pruning.needs_text else ()
+    try:
+        for layers in unit_layers(module, found.layers, used, found.units(module)):
+            unit = found.within(layers.names)
+            with observing(unit, weighs_by_gate=pruning.weighs_by_gate) as seen:
+                run_to(module, layers, used)
+            made = {one.name: _mask(one, pruning, kept, seen[one.name]) for one in unit.matrices}
+            told |= {one.name: _told(one, pruning, made[one.name], seen[one.name].tokens) for one in unit.matrices}
+            for name, mask in _as_held(unit, made, params).items():
+                masks[name], gone[name] = mask, params[name].masked_select(~mask)
+                params[name].masked_fill_(~mask, 0.0)
+            progress(len(told), len(found.matrices))
+    finally:
+        for name, values in gone.items():
+            params[name].masked_scatter_(~masks[name], values)
+    return Pruned(
+        masks={one.parameter: masks[one.parameter] for one in found.matrices},
+        matrices=tuple(told[one.name] for one in found.matrices),
+        left_out=found.left_out,
+    )
+
+
+def _check(module: nn.Module, pruning: Pruning, found: Found, kept: Kept, forwards: Sequence[Forward]) -> None:
     for matrix in found.matrices:
         kept.check(matrix.weight.shape[1], matrix.name)
     if pruning.weighs_by_gate and not (found.fused or found.listed):
@@ -128,48 +166,38 @@ def prune(module: nn.Module, pruning: Pruning, forwards: Iterable[Callable[[], o
             do="choose wanda, which is the same for a model without experts",
             key=KEY,
         )
-    seen = _statistics(module, pruning, found, forwards)
-    masks: dict[str, list[Tensor]] = {}
-    told = []
-    for matrix in found.matrices:
-        met = seen.get(matrix.name)
-        used = met if met is not None and met.tokens else None
-        mask = kept.mask(_checked(pruning.scores(matrix.weight, used), matrix.name))
-        masks.setdefault(matrix.parameter, []).append(matrix.as_held(mask))
-        told.append(
-            PrunedMatrix(
-                name=matrix.name,
-                parameter=matrix.parameter,
-                weights=mask.numel(),
-                kept=int(mask.sum()),
-                tokens=met.tokens if met is not None else 0,
-                fell_back=pruning.needs_text and used is None,
-            )
-        )
-    shapes = {name: one.shape for name, one in module.named_parameters()}
-    whole = {name: torch.stack(parts).view(shapes[name]) for name, parts in masks.items()}
-    return Pruned(masks=whole, matrices=tuple(told), left_out=found.left_out)
-
-
-def _statistics(
-    module: nn.Module, pruning: Pruning, found: Found, forwards: Iterable[Callable[[], object]]
-) -> Mapping[str, InputStatistics]:
-    """Run the calibration text through the module, and return what reached each matrix."""
-    if not pruning.needs_text:
-        return {}
-    with observing(found, weighs_by_gate=pruning.weighs_by_gate) as seen:
-        count = 0
-        for forward in forwards:
-            forward()
-            count += 1
-    if not count:
+    if pruning.needs_text and not forwards:
         raise bad_input(
             wanted="a text, for what reaches each layer",
             got="none",
             do="name text files (--data), or prune by magnitude",
             key=KEY,
         )
-    return seen
+
+
+def _mask(matrix: Matrix, pruning: Pruning, kept: Kept, seen: InputStatistics) -> Tensor:
+    """Return which weights of a matrix (out, in) stay."""
+    used = seen if seen.tokens else None
+    return kept.mask(_checked(pruning.scores(matrix.weight, used), matrix.name))
+
+
+def _told(matrix: Matrix, pruning: Pruning, mask: Tensor, tokens: int) -> PrunedMatrix:
+    return PrunedMatrix(
+        name=matrix.name,
+        parameter=matrix.parameter,
+        weights=mask.numel(),
+        kept=int(mask.sum()),
+        tokens=tokens,
+        fell_back=pruning.needs_text and not tokens,
+    )
+
+
+def _as_held(unit: Found, made: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the masks of matrices by parameter, in its layout."""
+    parts: dict[str, list[Tensor]] = {}
+    for one in unit.matrices:
+        parts.setdefault(one.parameter, []).append(one.as_held(made[one.name]))
+    return {name: torch.stack(some).view(params[name].shape) for name, some in parts.items()}
 
 
 def _checked(scores: Tensor, name: str) -> Tensor:

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.prune._experts import FusedExperts, expert_output, fused_experts, listed_experts, routed
+from gossamer.prune._experts import FusedExperts, expert_output, fused_experts, listed_experts, routed, unlike
 from gossamer.spec.errors import bad_input
 
 
 @contextmanager
 def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """Yield a function that returns D of the student's last forward in this context, with its graph.
+    """Yield a function that returns D of the student's last forward in this context, with its graph, once.
 
-    The teacher is a model of the same structure, frozen by the caller; its experts alone run. Raises BadInput for a
-    model without experts, and for a teacher that has others.
+    The teacher is a model of the same structure, frozen by the caller; its experts alone run. A forward without
+    gradients adds nothing. Raises BadInput for a model without experts, and for a teacher that has others.
     """
     distances: list[Tensor] = []
     with ExitStack() as stack:
@@ -41,7 +41,7 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
         for listed in listed_experts(student):
             others = [*_counterpart(teacher, listed.path, student.get_submodule(listed.path)).children()]
             for expert, counterpart in zip(listed.experts, others, strict=True):
-                hook = partial(_of_member, counterpart, distances)
+                hook = partial(_of_member, listed.path, counterpart, distances)
                 stack.callback(expert.register_forward_hook(hook, with_kwargs=True).remove)
                 pairs += 1
         if not pairs:
@@ -51,7 +51,13 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
                 do="distill its outputs instead",
                 key="prune",
             )
-        yield lambda: torch.stack(distances).sum() if distances else torch.zeros(())
+
+        def taken() -> Tensor:
+            found = torch.stack(distances).sum() if distances else torch.zeros(())
+            distances.clear()  # a graph is held no longer than its loss
+            return found
+
+        yield taken
 
 
 def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
@@ -71,21 +77,33 @@ def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
 
 
 def _of_member(
-    teacher: nn.Module, distances: list[Tensor], expert: nn.Module, args: Any, kwargs: Any, output: Tensor
+    path: str, teacher: nn.Module, distances: list[Tensor], expert: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
+    if not torch.is_grad_enabled():
+        return
+    if not isinstance(output, Tensor):
+        raise unlike(path, expert, "it returns more than one tensor")
     if output.numel():
         with torch.no_grad():
             wanted = teacher(*args, **kwargs)
-        distances.append((output - wanted).square().mean())
+        distances.append(_mean_square(output, wanted))
 
 
 def _of_fused(
     at: FusedExperts, other: FusedExperts, distances: list[Tensor], module: Any, args: Any, kwargs: Any, output: Tensor
 ) -> None:
+    if not torch.is_grad_enabled():
+        return
     hidden, chosen, _ = routed(at, args, kwargs)
     for number in sorted(set(chosen.flatten().tolist())):
         tokens, _ = torch.where(chosen == number)
         x = hidden[tokens]
         with torch.no_grad():
             wanted = expert_output(other, number, x)
-        distances.append((expert_output(at, number, x) - wanted).square().mean())
+        distances.append(_mean_square(expert_output(at, number, x), wanted))
+
+
+def _mean_square(one: Tensor, other: Tensor) -> Tensor:
+    """Return the mean square of a difference, in float32 of half types."""
+    exact = torch.promote_types(one.dtype, torch.float32)
+    return (one.to(exact) - other.to(exact)).square().mean()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from gossamer.model.adapter import adapter_tensors
 from gossamer.model.quantized_linear import is_conv1d, quantized_layers
+from gossamer.model.unit_walk import is_inside, walked_units
 from gossamer.model.units import block_names
 from gossamer.prune._experts import (
     FusedExperts,
@@ -30,12 +31,14 @@ class Matrix:
     """A matrix (out, in) of a linear layer, or of one expert in a fused parameter.
 
     `name`: the path of its layer, for an expert in a fused parameter that of the parameter and the expert's number;
-    `parameter`: its canonical name; `weight`: a view of the parameter, which holds (in, out) where `is_turned`.
+    `parameter`: its canonical name; `weight`: a view of the parameter, which holds (in, out) where `is_turned`;
+    `layer`: the path of the module that is called.
     """
 
     name: str
     parameter: str
     weight: Tensor
+    layer: str
     is_turned: bool = False
 
     def as_held(self, mask: Tensor) -> Tensor:
@@ -56,6 +59,34 @@ class Found:
     fused: tuple[FusedExperts, ...]
     listed: tuple[ListedExperts, ...]
     left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Return the paths of the modules that are called with what the matrices see, in the order of the matrices."""
+        return tuple(dict.fromkeys(one.layer for one in self.matrices))
+
+    def within(self, layers: Sequence[str]) -> Found:
+        """Return what is found in these modules."""
+        chosen = set(layers)
+        linears = {path: one for path, one in self.linears.items() if path in chosen}
+        return replace(
+            self,
+            matrices=tuple(one for one in self.matrices if one.layer in chosen),
+            linears=linears,
+            fused=tuple(one for one in self.fused if one.path in chosen),
+            listed=tuple(one for one in self.listed if any(path.startswith(f"{one.path}.") for path in linears)),
+        )
+
+    def units(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the paths of the units to go through. A block that routes tokens to experts takes the place of units
+        inside of it: its router's weights are known when it ends.
+        """
+        found = dict.fromkeys(walked_units(module))
+        for one in self.listed:
+            block = one.path.rpartition(".")[0]
+            if any(is_inside(unit, one.path) for unit in found):
+                found = dict.fromkeys(block if is_inside(unit, block) else unit for unit in found)
+        return tuple(found)
 
 
 def find(module: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Found:
@@ -174,7 +205,7 @@ def _of_linear(path: str, linear: nn.Module, names: dict[int, str]) -> list[Matr
         )
     turned = is_conv1d(linear)
     held = weight.detach()
-    return [Matrix(path, names[id(weight)], held.t() if turned else held, turned)]
+    return [Matrix(path, names[id(weight)], held.t() if turned else held, path, turned)]
 
 
 def _of_fused(path: str, at: FusedExperts, names: dict[int, str]) -> list[Matrix]:
@@ -182,7 +213,7 @@ def _of_fused(path: str, at: FusedExperts, names: dict[int, str]) -> list[Matrix
     weight = inside._parameters[path.rpartition(".")[2]]
     turned = bool(inside.is_transposed)
     held = weight.detach().transpose(1, 2) if turned else weight.detach()
-    return [Matrix(f"{path}[{number}]", names[id(weight)], one, turned) for number, one in enumerate(held)]
+    return [Matrix(f"{path}[{number}]", names[id(weight)], one, at.path, turned) for number, one in enumerate(held)]
 
 
 def _check_once(matrices: dict[str, Matrix]) -> None:

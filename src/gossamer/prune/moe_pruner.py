@@ -7,8 +7,8 @@ Symbols:  W (out, in) weight of an expert; x_j its input feature j over the cali
 State:    the sum of (g x_j)^2 of each matrix in float64, added batch by batch, whose order does not matter.
 Source:   Xie, Zhang, Zhou, Xie, Song, Liu, Wang, Lin, Xu, 2024, arXiv:2410.12013 (section 3).
 g is what the model itself multiplies with the expert's output, after its own normalization over the chosen experts. A
-constant g gives Wanda's masks. Linear layers outside of the experts are pruned by Wanda. An expert that no token
-reaches is pruned by magnitude, and reported.
+constant g gives Wanda's masks. Linear layers outside of the experts are pruned by Wanda, and blocks one after the other
+as there. An expert that no token reaches is pruned by magnitude, and reported.
 """
 
 from __future__ import annotations

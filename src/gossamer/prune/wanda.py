@@ -4,8 +4,9 @@ Equation: score_ij = |W_ij| ||x_j||_2, compared within row i.
 Symbols:  W (out, in) weight; x_j input feature j over all calibration tokens that reach the layer.
 State:    the sum of x_j^2 of each layer in float64, added batch by batch, whose order does not matter.
 Source:   Sun, Liu, Bair, Kolter, ICLR 2024, arXiv:2306.11695 (equation 1, section 3).
-Unlike the paper: all inputs are those of the unpruned model, in one pass; the paper prunes block by block, and a block
-sees the outputs of the pruned ones before it. A layer that no token reaches is pruned by magnitude.
+As in the paper a block sees what the pruned ones before it give; the layers of one block see it before any of them is
+pruned. Unlike the paper: a layer that no token reaches is pruned by magnitude, and layers outside of the repeated
+blocks, which the paper leaves, are pruned in their turn if they are included by name.
 """
 
 from __future__ import annotations

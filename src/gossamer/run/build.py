@@ -25,6 +25,7 @@ from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.evaluation_point import EvaluationPoint
+from gossamer.run.expert_loss import ExpertTaughtLoss
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
@@ -102,7 +103,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     adversarial = _adversarial(given)
     attacked = None if adversarial is None else adversarial.state
     taught = engine.objective if isinstance(engine.objective, TaughtLoss) else None
-    course = None if taught is None else taught.course
+    course = engine.objective.course if isinstance(engine.objective, TaughtLoss | ExpertTaughtLoss) else None
     around.saver.contents = contents_of(
         parts, around.saver.progress, states, replica, apart, scaling, watch, attacked, course
     )

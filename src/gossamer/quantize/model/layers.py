@@ -1,26 +1,25 @@
 """Quantize the linear layers of a model in place, one after the other, with the moments of the inputs they get.
 
 Layers are found by structure: every nn.Linear and Conv1D of transformers whose weight is its own, but for the output
-embedding. Embeddings, heads, norms and biases stay. Moments are gathered block of the model by block, in the order in
-which a forward calls its layers, as many layers at a time as fit `moments_bytes` (at least one): a later block sees
-what the quantized ones before it compute, and a model of any size needs the moments of one layer. Each pass over the
-calibration batches ends at the last layer that it is made for.
+embedding. Embeddings, heads, norms and biases stay. Moments are gathered unit of the model by unit, in the order in
+which a forward calls its layers (`gossamer.model.unit_walk`), as many layers at a time as fit `moments_bytes` (at least
+one): a later unit sees what the quantized ones before it compute, and a model of any size needs the moments of one
+layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.model.forward_adapter import ForwardAdapter
-from gossamer.model.layer_input import layer_input
 from gossamer.model.quantize_base import linear_names, put
 from gossamer.model.quantized_linear import QuantizedLinear, weight_of
-from gossamer.model.units import block_names
+from gossamer.model.unit_walk import Forward, UnitLayers, listening, run_to, unit_layers, walked_units
 from gossamer.quantize import Quantizer
 from gossamer.spec.errors import BadInput, bad_input
 
@@ -73,6 +72,10 @@ class Calibration:
     caller: ForwardAdapter
     batches: Sequence[Mapping[str, Tensor]]
 
+    def forwards(self, module: nn.Module) -> list[Forward]:
+        """Return the forwards of the batches."""
+        return [partial(self.caller, module, batch) for batch in self.batches]
+
 
 @torch.no_grad()
 def quantize_layers(
@@ -94,9 +97,9 @@ def quantize_layers(
     mode = module.training
     module.eval()
     made: dict[str, QuantizedLayer] = {}
-    groups = [_Group(names=chosen)] if calibration is None else _groups(module, chosen, calibration, moments_bytes)
-    for group in groups:
-        moments = {} if calibration is None else _moments(module, group, calibration)
+    forwards = [] if calibration is None else calibration.forwards(module)
+    for group in _groups(module, chosen, forwards, moments_bytes):
+        moments = _moments(module, group, forwards)
         for name in group.names:
             made[name] = _quantize(module, name, quantizer, moments.pop(name, None))
             progress(len(made), len(chosen))
@@ -155,53 +158,24 @@ def _relative(apart: Tensor, exact: Tensor, moments: Tensor) -> float:
     return (error / whole) ** 0.5 if whole else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """Layers whose moments are gathered together. `end`: the block in which all of their calls lie; "" for none."""
-
-    names: tuple[str, ...]
-    end: str = ""
-
-
-def _groups(module: nn.Module, chosen: Sequence[str], calibration: Calibration, moments_bytes: int) -> Iterator[_Group]:
-    """Yield the layers of one block at a time, in the order of their calls, then those that are never called."""
-    blocks = block_names(module)
-    layers, calls = _calls(module, chosen, blocks, calibration)
-    group: list[str] = []
-    held, last = 0, ""
-    for name in layers:
-        block = next((one for one in blocks if name.startswith(f"{one}.")), "")
-        size = 8 * weight_of(module.get_submodule(name)).shape[1] ** 2
-        if group and (block != last or held + size > moments_bytes):
-            yield _Group(names=tuple(group), end=last if calls.get(last) == 1 else "")
-            group, held = [], 0
-        group.append(name)
-        held, last = held + size, block
-    if group:
-        yield _Group(names=tuple(group), end=last if calls.get(last) == 1 else "")
-    yield from (_Group(names=(name,)) for name in chosen if name not in layers)
+def _groups(
+    module: nn.Module, chosen: Sequence[str], forwards: Sequence[Forward], moments_bytes: int
+) -> Iterator[UnitLayers]:
+    """Yield the layers of one unit at a time, and of a unit as many as fit."""
+    for layers in unit_layers(module, chosen, forwards, walked_units(module)):
+        group: list[str] = []
+        held = 0
+        for name in layers.names:
+            size = 8 * weight_of(module.get_submodule(name)).shape[1] ** 2
+            if group and held + size > moments_bytes:
+                yield replace(layers, names=tuple(group))
+                group, held = [], 0
+            group.append(name)
+            held += size
+        yield replace(layers, names=tuple(group))
 
 
-def _calls(
-    module: nn.Module, chosen: Sequence[str], blocks: Sequence[str], calibration: Calibration
-) -> tuple[list[str], dict[str, int]]:
-    """Return the layers that any batch calls, in their order, and how often the first batch calls each block."""
-    order: dict[str, None] = {}
-    counts: dict[str, int] = {}
-
-    def count(name: str) -> None:
-        counts[name] = counts.get(name, 0) + 1
-
-    for number, batch in enumerate(calibration.batches):
-        with _listening(module, chosen, lambda name, x: order.setdefault(name)):
-            with _ends(module, blocks if not number else (), count):
-                calibration.caller(module, batch)
-        if len(order) == len(chosen):
-            break
-    return [*order], counts
-
-
-def _moments(module: nn.Module, group: _Group, calibration: Calibration) -> dict[str, Tensor]:
+def _moments(module: nn.Module, group: UnitLayers, forwards: Sequence[Forward]) -> dict[str, Tensor]:
     """Return sum x x^T of each of the layers that are called, over all batches."""
     found: dict[str, Tensor] = {}
 
@@ -210,49 +184,6 @@ def _moments(module: nn.Module, group: _Group, calibration: Calibration) -> dict
         squares = (flat.t() @ flat).double()
         found[name] = found[name].add_(squares) if name in found else squares
 
-    def enough(name: str) -> None:
-        raise _Enough
-
-    for batch in calibration.batches:
-        with _listening(module, group.names, take), _ends(module, (group.end,) if group.end else (), enough):
-            with suppress(_Enough):
-                calibration.caller(module, batch)
+    with listening(module, group.names, take):
+        run_to(module, group, forwards)
     return found
-
-
-class _Enough(BaseException):
-    """Ends a forward after the block that was listened to; no code of a model catches it."""
-
-
-@contextmanager
-def _listening(module: nn.Module, names: Sequence[str], heard: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Call `heard` with the name and the input of every call of these layers, inside the `with` block."""
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda layer, args, kwargs: _nothing(heard(name, layer_input(args, kwargs)))
-
-    hooks = [module.get_submodule(name).register_forward_pre_hook(hook(name), with_kwargs=True) for name in names]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
-
-
-@contextmanager
-def _ends(module: nn.Module, names: Sequence[str], ended: Callable[[str], object]) -> Iterator[None]:
-    """Call `ended` with the name at the end of every call of these modules, inside the `with` block."""
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda layer, args, output: _nothing(ended(name))
-
-    hooks = [module.get_submodule(name).register_forward_hook(hook(name)) for name in names]
-    try:
-        yield
-    finally:
-        for one in hooks:
-            one.remove()
-
-
-def _nothing(value: object) -> None:
-    """Return nothing: what a hook returns takes the place of what it was given."""

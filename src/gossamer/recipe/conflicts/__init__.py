@@ -77,6 +77,7 @@ LAWS: tuple[Law, ...] = (
     distillation.teacher_with_ranks,
     distillation.course_with_training,
     distillation.hidden_states_alone,
+    distillation.experts_alone,
     sync.proof_with_sync,
     sync.time_limit_with_sync,
     adaptation.policy_with_exchange,

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
+from gossamer.loss.expert_distillation import ExpertDistillation
 from gossamer.loss.hidden import Hidden, distillation_in
-from gossamer.recipe.conflicts._beside import ADAPTER, COMPILED, SIDE, STAGES, Beside, first_beside
+from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, first_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
 _KEY = "train.loss"
+_IN_PLACE = Beside(
+    "parameters that are there all the time, in one place",
+    lambda r: r.sharding.takes_parameters or r.sharding.is_tiered,
+    lambda r: f"plan.sharding {told(r.plan.sharding)}",
+)
+_UNSAVED = Beside(
+    "no savers, which may run a block twice",
+    lambda r: bool(r.plan.savers),
+    lambda r: f"plan.savers {', '.join(map(told, r.plan.savers))}",
+)
 _BESIDE_HIDDEN = (
     STAGES,
-    Beside(
-        "parameters that are there all the time, in one place",
-        lambda r: r.sharding.takes_parameters or r.sharding.is_tiered,
-        lambda r: f"plan.sharding {told(r.plan.sharding)}",
-    ),
+    _IN_PLACE,
     Beside(
         "gradients that are averaged at every step",
         lambda r: not r.sync.is_plain,
         lambda r: f"plan.sync {told(r.plan.sync)}",
     ),
-    Beside(
-        "no savers, which may run a block twice",
-        lambda r: bool(r.plan.savers),
-        lambda r: f"plan.savers {', '.join(map(told, r.plan.savers))}",
-    ),
+    _UNSAVED,
     COMPILED,
     ADAPTER,
     SIDE,
+)
+_BESIDE_EXPERTS = (
+    STAGES,
+    _IN_PLACE,
+    Beside(
+        "gradients of the loss",
+        lambda r: r.sync.probe is not None,
+        lambda r: f"plan.sync {told(r.plan.sync)}",
+    ),
+    _UNSAVED,
+    COMPILED,
+    ADAPTER,
+    SIDE,
+    ADVERSARIAL,
 )
 
 
@@ -112,5 +129,28 @@ def hidden_states_alone(recipe: Recipe) -> BadInput | None:
         wanted=f"{wanted}, as the loss hidden reads what blocks return",
         got=got,
         do="leave that out, or use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
+        key=_KEY,
+    )
+
+
+def experts_alone(recipe: Recipe) -> BadInput | None:
+    """Return an error for an expert-wise distillation without a teacher, or beside what keeps experts elsewhere."""
+    loss = recipe.loss_of(recipe.config)
+    if not isinstance(loss, ExpertDistillation):
+        return None
+    if not loss.teacher.strip():
+        return bad_input(
+            wanted="a teacher for expert_distillation, the model that was pruned",
+            got="none",
+            do="write train.loss: {expert_distillation: {teacher: FOLDER}}",
+            key=_KEY,
+        )
+    if (found := first_beside(recipe, _BESIDE_EXPERTS)) is None:
+        return None
+    wanted, got = found
+    return bad_input(
+        wanted=f"{wanted}, as the loss expert_distillation reads what experts return",
+        got=got,
+        do="leave that out, or set train.loss to next_token",
         key=_KEY,
     )

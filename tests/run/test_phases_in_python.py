@@ -1,0 +1,69 @@
+"""`gossamer.train` with phases: they run as the command runs them, and what other processes cannot get is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer.spec.errors import BadInput
+from gossamer.store.start_folder import StartFolder
+
+MODEL: dict[str, Any] = {
+    "hf": "llama",
+    "config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+PHASES = [{"name": "a"}, {"name": "b", "by": {"magnitude": {"sparsity": 0.5}}, "train": {"steps": 1}}]
+
+
+def sections(folder: Path, **data: Any) -> dict[str, Any]:
+    return {
+        "train": {"steps": 3, "batch": 2, "evaluate_every": 0, "checkpoint_every": 0, "phases": PHASES},
+        "data": {"tokenizer": "byte", "sequence": 16, "validation": 0.0, **data},
+        "run": {"directory": str(folder / "runs"), "display": "quiet"},
+    }
+
+
+@pytest.mark.nightly
+def test_phases_run_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the river walks slowly under a green lamp " * 60)
+    source = f"text:{tmp_path}/text.txt"
+    done = gossamer.train(MODEL, source, sections(tmp_path))
+    (run,) = (tmp_path / "runs").iterdir()
+    assert Path(done["directory"]) == run and done["outcome"] == "done"
+    assert [(one["name"], one["steps"]) for one in done["phases"]] == [("a", 3), ("b", 1)]
+    assert done.run.path == run / "phases" / "02-b" and done.steps.tolist() == [1] and len(done.losses) == 1
+    before = dict(gossamer.load(run / "phases" / "01-a").module.named_parameters())
+    start = StartFolder(run / "starts" / "02-b")
+    for name, mask in start.masks():
+        assert torch.equal(start.tensor(name), torch.where(mask, before[name].detach(), 0.0))
+    again = gossamer.train(MODEL, source, sections(tmp_path), resume="auto")
+    assert again["directory"] == done["directory"] and [*(tmp_path / "runs").iterdir()] == [run]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "given", "more", "said"),
+    [
+        (nn.Linear(2, 2), None, {}, {}, "the name or the section of a model with train.phases, .*got a Linear"),
+        (MODEL, [{"input_ids": [1]}], {}, {}, "a source of text, or data.factory with train.phases, .*got a list"),
+        (MODEL, "text:x", {"factory": "a:b"}, {}, "got both"),
+        (MODEL, "text:x", {}, {"callbacks": [print]}, "no callbacks with train.phases"),
+        (MODEL, "text:x", {}, {"resume": "newest"}, 'resume="auto" or None'),
+        (3, "text:x", {}, {}, "wanted a model"),
+    ],
+)
+def test_what_other_processes_cannot_get_is_refused(
+    tmp_path: Path, model: Any, data: Any, given: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        gossamer.train(model, data, sections(tmp_path, **given), **more)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_of_a_module_has_no_phases(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="2 phases in a program"):
+        gossamer.plan(nn.Linear(2, 2), sections(tmp_path))
