@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 
 import pytest
@@ -15,7 +16,11 @@ from gossamer.saver import Saver, Site
 from model.tiny import CONFIGS, batch
 from saver.training import equal, trained
 
-SETTINGS: Mapping[str, tuple[object, ...]] = {"recompute": ("recompute", {"recompute": {"every": 2}})}
+SWAP = {"host": "8MiB", "file": "16MiB", "directory": tempfile.gettempdir(), "least": 1}
+SETTINGS: Mapping[str, tuple[object, ...]] = {
+    "recompute": ("recompute", {"recompute": {"every": 2}}),
+    "activation_swap": ({"activation_swap": SWAP},),
+}
 WRITTEN = [one for name in saver.names() for one in SETTINGS.get(name, (name,))]
 
 

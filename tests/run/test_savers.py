@@ -1,4 +1,4 @@
-"""Whole runs with recompute, beside the same runs without: the same weights, bit for bit."""
+"""Whole runs that recompute or swap, beside the same runs without: the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from gossamer.partition.plan_file import make_plan
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
 from pool import Pool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -32,3 +37,45 @@ def test_a_run_that_recomputes_is_the_run_that_does_not(pool: Pool, tmp_path: Pa
     assert [one["held"] for one in found[0]] == [one["held"] for one in found[1]]
     assert not any(one["ended"] for run in found for one in run)
     assert "recompute" in (tmp_path / "1" / "run" / "plan.yaml").read_text()
+
+
+def swap(folder: Path, **settings: Any) -> dict[str, Any]:
+    given = {"host": "4MiB", "file": "16MiB", "directory": str(folder / "swap"), "least": 1}
+    return {"activation_swap": {**given, **settings}}
+
+
+@pytest.mark.parametrize("units", ["auto", "all"])
+@pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "islands", "tiers"])
+def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, layout: str, units: str) -> None:
+    """Clipped steps, dropout, tied weights, micro-batches, rows without a label; beside states in tiers as well."""
+    sizes = {"device": "64MB", "host": "64MB", "file": "64MB"}
+    found = []
+    for savers in ([], [swap(tmp_path, units=units)]):
+        folder = tmp_path / str(len(found))
+        tiers = {"sharding": {"tiers": {**sizes, "directory": str(folder / "tiers")}}}
+        ranks, plan = (1, tiers) if layout == "tiers" else LAYOUTS[layout]
+        sections = {"plan": {"exchange": "dense", **plan, "savers": savers}, "train": {"accumulate": 2}}
+        found.append(pool.run("run.jobs:train", ranks, folder=str(folder), steps=4, dropout=0.1, sections=sections))
+    assert [one["digest"] for one in found[0]] == [one["digest"] for one in found[1]]
+    assert not any(one["ended"] for run in found for one in run)
+    assert "units swap" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
+    assert not list((tmp_path / "swap").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("beside", "wanted"),
+    [
+        ({"plan": {"mesh": {"pipe": 2}}}, "one stage with"),
+        ({"plan": {"sharding": "zero3"}}, "parameters that are there all the time"),
+        ({"plan": {"sync": "just_one_byte"}, "train": {"optimizer": {"sgd": {"lr": 1e-4}}}}, "a backward pass"),
+        ({"savers": ["recompute"]}, "activation_swap without recompute"),
+        ({"savers": ["fp8_activations"]}, "activation_swap without fp8_activations"),
+    ],
+)
+def test_what_swapping_does_not_go_with_is_refused_by_name(tmp_path: Path, beside: dict[str, Any], wanted: str) -> None:
+    savers = [swap(tmp_path), *beside.get("savers", ())]
+    plan = {**beside.get("plan", {}), "savers": savers}
+    config = RunConfig.model_validate({"plan": plan, "train": beside.get("train", {})})
+    module = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(BadInput, match=wanted):
+        make_plan(config, module, ranks=2, device=torch.device("cpu"))

@@ -60,6 +60,7 @@ def _site(parts: Parts, randomness: UnitSeeds) -> Site:
         batch=first,
         rows=max(1, rows // parts.train.together),
         drawing=lambda: randomness.at(0, 0),
+        computing=lambda: precision_of(parts.config.train.precision).autocast(parts.device),
     )
 
 

@@ -57,7 +57,7 @@ class Site:
     are those of other ranks' stages, and placeholders in it. `is_outline`: it has shapes alone, to count memory.
     `batch`: training rows on the module's device, as few as the loss takes; None where there are none. `rows`: how many
     a micro-batch of this rank has. `drawing`: the context in which a forward and its backward draw the random numbers
-    of a micro-batch.
+    of a micro-batch; `computing`: the one in which a forward runs in the precision of the run.
     """
 
     units: tuple[str, ...]
@@ -68,6 +68,7 @@ class Site:
     batch: Mapping[str, Tensor] | None = None
     rows: int = 1
     drawing: Callable[[], AbstractContextManager[object]] = nullcontext
+    computing: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

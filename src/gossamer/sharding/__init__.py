@@ -19,6 +19,7 @@ from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._tier_layout import TierLayout
+from gossamer.sharding._tier_limits import TierAccount
 from gossamer.sharding._tier_update import UpdateTerms
 from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
@@ -37,6 +38,7 @@ __all__ = [
     "Sharding",
     "ShardedParameters",
     "ShardedOptimizer",
+    "TierAccount",
     "TierLayout",
     "TieredStates",
     "UnshardOrder",
