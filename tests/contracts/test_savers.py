@@ -20,6 +20,7 @@ SWAP = {"host": "8MiB", "file": "16MiB", "directory": tempfile.gettempdir(), "le
 SETTINGS: Mapping[str, tuple[object, ...]] = {
     "recompute": ("recompute", {"recompute": {"every": 2}}),
     "activation_swap": ({"activation_swap": SWAP},),
+    "tiling": ({"tiling": {"linears": "lm_head", "tiles": 3}},),
 }
 WRITTEN = [one for name in saver.names() for one in SETTINGS.get(name, (name,))]
 

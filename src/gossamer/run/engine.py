@@ -44,6 +44,7 @@ def engine_of(parts: Parts) -> ModelRuntime:
         device=parts.device,
         without_savers=installed.remove,
         told=installed.told,
+        tiled=installed.tiled,
     )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import Loss
 from gossamer.saver._cheapest_set import UnitBytes, UnitChoice, cheapest_set, least_budget
+from gossamer.sharding import TiledWeight
 from gossamer.spec.registry import Registry
 
 __all__ = [
@@ -74,12 +75,13 @@ class Site:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """A saver in place. `remove` undoes it; `objective`: what computes the loss from now on. `told`: a line for the
-    log, such as what it saves; "" for none.
+    log, such as what it saves; "" for none. `tiled`: the weights of layers that it runs in tiles.
     """
 
     remove: Callable[[], None]
     objective: Loss
     told: str = ""
+    tiled: tuple[TiledWeight, ...] = ()
 
 
 class Saver(ABC):
@@ -124,7 +126,8 @@ def install_all(savers: Sequence[Saver], module: nn.Module, site: Site) -> Insta
             raise
         site = replace(site, objective=there[-1].objective)
     told = "; ".join(one.told for one in there if one.told)
-    return Installed(remove=remove, objective=site.objective, told=told)
+    tiled = tuple(weight for one in there for weight in one.tiled)
+    return Installed(remove=remove, objective=site.objective, told=told, tiled=tiled)
 
 
 REGISTRY: Registry[Saver] = Registry(__name__, Saver)

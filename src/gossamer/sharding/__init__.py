@@ -23,6 +23,8 @@ from gossamer.sharding._tier_limits import TierAccount
 from gossamer.sharding._tier_update import UpdateTerms
 from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
+from gossamer.sharding._tile_reader import largest_tile
+from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
@@ -41,12 +43,14 @@ __all__ = [
     "TierAccount",
     "TierLayout",
     "TieredStates",
+    "TiledWeight",
     "UnshardOrder",
     "UpdateTerms",
     "build",
     "bytes_of",
     "gather_traffic",
     "holdings",
+    "largest_tile",
     "longest_message_numel",
     "names",
     "read_tiers",

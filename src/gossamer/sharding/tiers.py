@@ -16,8 +16,9 @@ is refused before the first step, with the smallest that works. Activations are 
 Good when: the states exceed the memory, and there is a disk; a step takes its bytes at the rate of that disk.
 Paper:   Rajbhandari et al., ZeRO-Infinity, SC 2021, arXiv 2104.07857 (prefetch by a traced order, streamed update);
 Liao et al., Fuyou, arXiv 2403.06504 (update of a layer during backward without staleness, delayed write-back).
+A layer of the saver tiling has two tiles of its weight in `device`; its gradient and its record are whole, in `host`.
 Unlike the papers: two records of each bucket instead of one updated in place; the update is in threads of the rank, not
-in a process of its own; no tiling of large layers.
+in a process of its own.
 Not for: stages, islands, several replicas, adapters, CUDA devices: these are refused.
 """
 
