@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from gossamer.model.origin import origin_of
 from gossamer.partition.plan_file import make_plan
-from gossamer.spec.config import RunConfig
+from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
 from pool import Pool
+from run.adapter_jobs import HEADS, SIZES
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -96,3 +99,20 @@ def test_a_run_in_tiles_is_nearly_the_run_that_is_not(pool: Pool, tmp_path: Path
     assert torch.allclose(plain, ours, rtol=1e-5, atol=1e-6)
     assert found[0]["digest"] != found[1]["digest"], "sums in another order"
     assert "linear layers run in 3 tiles" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
+
+
+@pytest.mark.parametrize("saver", ["auto", "all", "tiling"])
+def test_a_model_with_an_adapter_trains_as_without_savers(pool: Pool, tmp_path: Path, saver: str) -> None:
+    """LoRA with dropout on a frozen Llama: of its own layers no gradient of a weight is made."""
+    config = {**SIZES, **HEADS}
+    base = origin_of(ModelSection(hf="llama", config=config)).build(1)  # type: ignore[arg-type]
+    base.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    tiles = {"tiling": {"linears": "*_proj.base_layer", "tiles": 3}}
+    given = {"base": str(tmp_path / "base"), "adapter": {"lora": {"dropout": 0.2}}, "steps": 4}
+    for name, savers in (("0", []), ("1", [tiles if saver == "tiling" else swap(tmp_path, units=saver)])):
+        sections = {"plan": {"savers": savers}, "train": {"accumulate": 2}}
+        pool.run("run.adapter_jobs:train", 1, folder=str(tmp_path / name), sections=sections, **given)
+    lines = [[json.loads(line) for line in (tmp_path / name / "records.jsonl").open()] for name in "01"]
+    found = [[one["loss"] for one in each if one["kind"] == "step"] for each in lines]
+    assert len(found[0]) == 4
+    assert found[1] == (pytest.approx(found[0], rel=1e-5) if saver == "tiling" else found[0])
