@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,7 +17,12 @@ from gossamer.saver import Saver, Site
 from model.tiny import CONFIGS, batch
 from saver.training import equal, trained
 
-SETTINGS: Mapping[str, tuple[object, ...]] = {"recompute": ("recompute", {"recompute": {"every": 2}})}
+SWAP = {"host": "8MiB", "file": "16MiB", "directory": tempfile.gettempdir(), "least": 1}
+SETTINGS: Mapping[str, tuple[object, ...]] = {
+    "recompute": ("recompute", {"recompute": {"every": 2}}),
+    "activation_swap": ({"activation_swap": SWAP},),
+    "tiling": ({"tiling": {"linears": "lm_head", "tiles": 3}},),
+}
 WRITTEN = [one for name in saver.names() for one in SETTINGS.get(name, (name,))]
 
 
@@ -32,11 +39,14 @@ def test_it_trains_as_plain_training_does(written: object) -> None:
     assert ours["losses"] == pytest.approx(plain["losses"], rel=2e-2)
 
 
-def test_savers_go_together_in_any_order() -> None:
-    both: list[Saver] = [saver.build("fp8_activations"), saver.build("cut_cross_entropy")]
+@pytest.mark.parametrize("with_file", [False, True])
+def test_savers_go_together_in_any_order(with_file: bool) -> None:
+    tiles = {"tiling": {"linears": "lm_head", "tiles": 3}}
+    first: object = {"activation_swap": SWAP} if with_file else "fp8_activations"
+    each: list[Saver] = [saver.build(one) for one in (first, "cut_cross_entropy", tiles)]
     plain = trained(gpt2, [])
-    for order in (both, both[::-1]):
-        assert trained(gpt2, order)["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+    for order in permutations(each):
+        assert trained(gpt2, order)["losses"] == pytest.approx(plain["losses"], rel=1e-5 if with_file else 2e-2)
 
 
 @pytest.mark.parametrize("written", WRITTEN, ids=str)

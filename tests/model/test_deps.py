@@ -238,11 +238,16 @@ def test_a_supernet_with_another_loss_and_another_model_with_its_loss_are_refuse
     assert not list(tmp_path.iterdir())
 
 
+SWAP = {"host": "4MB", "file": "4MB", "directory": "there"}
+
+
 @pytest.mark.parametrize(
     ("plan", "train", "said"),
     [
         ({"sharding": "zero3"}, {}, "plan.sharding zero3"),
         ({"savers": [{"recompute": {"every": 2}}]}, {}, "plan.savers recompute"),
+        ({"savers": [{"activation_swap": SWAP}]}, {}, "plan.savers activation_swap"),
+        ({"savers": ["tiling"]}, {}, "plan.savers tiling"),
         ({"mesh": MeshSizes(pipe=2)}, {}, "2 stages"),
         ({}, {"optimizer": "eva"}, "train.optimizer eva"),
     ],

@@ -1,13 +1,21 @@
-"""Whole runs with recompute, beside the same runs without: the same weights, bit for bit."""
+"""Whole runs that recompute or swap, beside the same runs without: the same weights, bit for bit."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from gossamer.model.origin import origin_of
+from gossamer.partition.plan_file import make_plan
+from gossamer.spec.config import ModelSection, RunConfig
+from gossamer.spec.errors import BadInput
 from pool import Pool
+from run.adapter_jobs import HEADS, SIZES
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -32,3 +40,79 @@ def test_a_run_that_recomputes_is_the_run_that_does_not(pool: Pool, tmp_path: Pa
     assert [one["held"] for one in found[0]] == [one["held"] for one in found[1]]
     assert not any(one["ended"] for run in found for one in run)
     assert "recompute" in (tmp_path / "1" / "run" / "plan.yaml").read_text()
+
+
+def swap(folder: Path, **settings: Any) -> dict[str, Any]:
+    given = {"host": "4MiB", "file": "16MiB", "directory": str(folder / "swap"), "least": 1}
+    return {"activation_swap": {**given, **settings}}
+
+
+@pytest.mark.parametrize("units", ["auto", "all"])
+@pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "islands", "tiers"])
+def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, layout: str, units: str) -> None:
+    """Clipped steps, dropout, tied weights, micro-batches, rows without a label; beside states in tiers as well."""
+    sizes = {"device": "64MB", "host": "64MB", "file": "64MB"}
+    found = []
+    for savers in ([], [swap(tmp_path, units=units)]):
+        folder = tmp_path / str(len(found))
+        tiers = {"sharding": {"tiers": {**sizes, "directory": str(folder / "tiers")}}}
+        ranks, plan = (1, tiers) if layout == "tiers" else LAYOUTS[layout]
+        sections = {"plan": {"exchange": "dense", **plan, "savers": savers}, "train": {"accumulate": 2}}
+        found.append(pool.run("run.jobs:train", ranks, folder=str(folder), steps=4, dropout=0.1, sections=sections))
+    assert [one["digest"] for one in found[0]] == [one["digest"] for one in found[1]]
+    assert not any(one["ended"] for run in found for one in run)
+    assert "units swap" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
+    assert not list((tmp_path / "swap").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("beside", "wanted"),
+    [
+        ({"plan": {"mesh": {"pipe": 2}}}, "one stage with"),
+        ({"plan": {"sharding": "zero3"}}, "parameters that are there all the time"),
+        ({"plan": {"sync": "just_one_byte"}, "train": {"optimizer": {"sgd": {"lr": 1e-4}}}}, "a backward pass"),
+        ({"savers": ["recompute"]}, "activation_swap without recompute"),
+        ({"savers": ["fp8_activations"]}, "activation_swap without fp8_activations"),
+    ],
+)
+def test_what_swapping_does_not_go_with_is_refused_by_name(tmp_path: Path, beside: dict[str, Any], wanted: str) -> None:
+    savers = [swap(tmp_path), *beside.get("savers", ())]
+    plan = {**beside.get("plan", {}), "savers": savers}
+    config = RunConfig.model_validate({"plan": plan, "train": beside.get("train", {})})
+    module = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(BadInput, match=wanted):
+        make_plan(config, module, ranks=2, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "zero3", "islands"])
+def test_a_run_in_tiles_is_nearly_the_run_that_is_not(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """Of SGD: AdamW divides rounding errors by rounding errors where gradients are 0."""
+    ranks, plan = LAYOUTS[layout]
+    found = []
+    for savers in ([], [{"tiling": {"linears": "*", "tiles": 3}}]):
+        train = {"accumulate": 2, "optimizer": {"sgd": {"lr": 0.1}}}
+        sections = {"plan": {"exchange": "dense", **plan, "savers": savers}, "train": train}
+        folder = str(tmp_path / str(len(found)))
+        given = {"folder": folder, "steps": 4, "dropout": 0.1, "values": True, "sections": sections}
+        found.append(pool.run("run.jobs:train", ranks, **given)[0])
+    plain, ours = (torch.tensor(one["values"]) for one in found)
+    assert torch.allclose(plain, ours, rtol=1e-5, atol=1e-6)
+    assert found[0]["digest"] != found[1]["digest"], "sums in another order"
+    assert "linear layers run in 3 tiles" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
+
+
+@pytest.mark.parametrize("saver", ["auto", "all", "tiling"])
+def test_a_model_with_an_adapter_trains_as_without_savers(pool: Pool, tmp_path: Path, saver: str) -> None:
+    """LoRA with dropout on a frozen Llama: of its own layers no gradient of a weight is made."""
+    config = {**SIZES, **HEADS}
+    base = origin_of(ModelSection(hf="llama", config=config)).build(1)  # type: ignore[arg-type]
+    base.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    tiles = {"tiling": {"linears": "*_proj.base_layer", "tiles": 3}}
+    given = {"base": str(tmp_path / "base"), "adapter": {"lora": {"dropout": 0.2}}, "steps": 4}
+    for name, savers in (("0", []), ("1", [tiles if saver == "tiling" else swap(tmp_path, units=saver)])):
+        sections = {"plan": {"savers": savers}, "train": {"accumulate": 2}}
+        pool.run("run.adapter_jobs:train", 1, folder=str(tmp_path / name), sections=sections, **given)
+    lines = [[json.loads(line) for line in (tmp_path / name / "records.jsonl").open()] for name in "01"]
+    found = [[one["loss"] for one in each if one["kind"] == "step"] for each in lines]
+    assert len(found[0]) == 4
+    assert found[1] == (pytest.approx(found[0], rel=1e-5) if saver == "tiling" else found[0])

@@ -64,9 +64,10 @@ def test_perturbed_batches_are_recomputed_and_cut_as_others(pool: Pool, tmp_path
     """Three passes a step: with the same random numbers where one of them runs twice."""
     attack = {"epsilon": 0.3, "delay": 1, "inputs": ["scale"]}
     train = {"optimizer": {"sgd": {"lr": 0.1}}, "accumulate": 2, "adversarial": attack}
+    sizes = {"host": "4MB", "file": "16MB", "directory": str(tmp_path / "swap"), "least": 1}
     found = [
-        ended(pool, tmp_path / "-".join(["with", *savers]), 1, "row", plan={"savers": savers}, train=train)[0]
-        for savers in ([], ["recompute"], ["cut_cross_entropy"])
+        ended(pool, tmp_path / f"with {number}", 1, "row", plan={"savers": savers}, train=train)[0]
+        for number, savers in enumerate(([], ["recompute"], ["cut_cross_entropy"], [{"activation_swap": sizes}]))
     ]
-    assert found[0]["digest"] == found[1]["digest"]
+    assert found[0]["digest"] == found[1]["digest"] == found[3]["digest"]
     assert torch.allclose(torch.tensor(found[0]["values"]), torch.tensor(found[2]["values"]), rtol=1e-5, atol=1e-6)

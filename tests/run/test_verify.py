@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from gossamer.ops.fingerprint import digest, projected
 from gossamer.run.majority_vote import Majority, ThreeWayVote, distance, odd_one
 from gossamer.run.random_beacon import RandomBeacon
 from pool import Pool
+
+TEMPORARY = tempfile.gettempdir()
 
 
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -88,6 +91,8 @@ def test_training_is_the_same_with_and_without_it(pool: Pool, tmp_path: Path) ->
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"batch_fractions": [2, 1, 1]}, "train": {"accumulate": 2}},
         {"train": {"precision": "bf16"}},
+        {"plan": {"savers": [{"activation_swap": {"host": "4MB", "file": "4MB", "directory": TEMPORARY, "least": 1}}]}},
+        {"plan": {"savers": [{"tiling": {"linears": "*", "tiles": 3}}]}},
     ],
     ids=json.dumps,
 )

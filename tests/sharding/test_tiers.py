@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", os.environ.get("THP_MEM_ALLOC_ENABLE", "0"))
 
 
-def trained(folder: Path, module: nn.Module, limits: dict[str, Any] | None, **train: Any) -> dict[str, Any]:
+def trained(
+    folder: Path, module: nn.Module, limits: dict[str, Any] | None, savers: Sequence[Any] = (), **train: Any
+) -> dict[str, Any]:
     written = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
     steps = {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0, **train}
     run = {"directory": str(folder / "runs"), "display": "quiet"}
-    config = {"run": run, "data": {"sequence": 9}, "train": steps, "plan": {"sharding": written}}
+    config = {
+        "run": run,
+        "data": {"sequence": 9},
+        "train": steps,
+        "plan": {"sharding": written, "savers": list(savers)},
+    }
     config = {**config, "machines": {"threads": 1}}
     done = gossamer.train(module, Tokens(), config)
     return {**done, "directory": str(done.run.path)}
@@ -105,6 +113,71 @@ def test_the_smallest_limits_work_and_one_byte_less_is_refused(
     assert len(seen[-1].layout.trained) > 3
     read, written = seen[-1].layout.step_bytes({})
     assert seen[-1].updater.moved_bytes == 3 * (read + written)
+
+
+class Wide(nn.Module):
+    """Two blocks with large layers, one of which other code reads as well, beside an embedding tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList(WideBlock() for _ in range(2))
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.seen = nn.Linear(64, 1030), nn.Linear(1030, 64, bias=False), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.seen(self.down(torch.tanh(self.up(x)))) * self.seen.weight.mean()
+
+
+def smallest(folder: Path, make: Callable[[], nn.Module], savers: Sequence[Any], tier: str) -> int:
+    limits = {"device": "64MB", "host": "64MB", "file": "64MB", tier: "1"}
+    with pytest.raises(BadInput, match=f"tiers.{tier}") as refused:
+        trained(folder, make(), limits, savers)
+    found = re.search(rf"set {tier} to (\d+)", str(refused.value))
+    assert found is not None
+    return int(found.group(1))
+
+
+def test_of_a_layer_in_tiles_two_tiles_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit-equal to the same tiles without tiers, within the smallest `device`."""
+    seen: list[TieredStates] = []
+    close = TieredStates.close
+    monkeypatch.setattr(TieredStates, "close", lambda self: (seen.append(self), close(self))[1])
+    savers = [{"tiling": {"linears": "*", "tiles": 8}}]
+    whole, tiled = (smallest(tmp_path / "least", Wide, given, "device") for given in ([], savers))
+    large, pages = 1030 * 64 * 4, 2 * PAGE
+    assert tiled <= whole - 2 * large + 2 * (large // 8 + pages)
+    plain, without, ours = Wide(), Wide(), Wide()
+    trained(tmp_path / "0", plain, None)
+    trained(tmp_path / "1", without, None, savers)
+    limits = {"device": str(tiled), "host": "64MB", "file": "64MB"}
+    done = trained(tmp_path / "2", ours, limits, savers, checkpoint_every=2)
+    for (name, one), other, first in zip(
+        without.named_parameters(), ours.parameters(), plain.parameters(), strict=True
+    ):
+        assert torch.equal(one, other), name
+        assert torch.allclose(one, first, rtol=1e-3, atol=1e-4), name
+    assert seen[-1].limits.device.peak <= tiled
+    reader = seen[-1].parameters.tiles
+    assert reader is not None
+    assert sorted(reader.params) == [f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("down", "up")]
+    known = open_checkpoint(Path(done["directory"]) / "checkpoints", 2)
+    assert known.read("model/layers.0.up.weight").isfinite().all()
+    with torch.no_grad():
+        assert ours(torch.arange(4)[None]).isfinite().all()  # after the run it is a model as before
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals and direct reads as on Linux")

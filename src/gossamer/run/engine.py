@@ -44,6 +44,7 @@ def engine_of(parts: Parts) -> ModelRuntime:
         device=parts.device,
         without_savers=installed.remove,
         told=installed.told,
+        tiled=installed.tiled,
     )
 
 
@@ -60,6 +61,7 @@ def _site(parts: Parts, randomness: UnitSeeds) -> Site:
         batch=first,
         rows=max(1, rows // parts.train.together),
         drawing=lambda: randomness.at(0, 0),
+        computing=lambda: precision_of(parts.config.train.precision).autocast(parts.device),
     )
 
 

@@ -24,6 +24,7 @@ from gossamer.model.unit_seeds import UnitSeeds
 from gossamer.pipeline.p2p import StageBoundary, StepP2P
 from gossamer.run.batches import MicroBatch, RankBatch
 from gossamer.run.task import Task
+from gossamer.sharding import TiledWeight
 from gossamer.spec.action import Action
 
 
@@ -39,6 +40,7 @@ class ModelRuntime:
     device: torch.device
     without_savers: Callable[[], None] = lambda: None  # takes what saves memory off the module again
     told: str = ""  # by savers, for the log
+    tiled: tuple[TiledWeight, ...] = ()  # weights of layers that run in tiles
 
     def loss(self, rows: RankBatch, *, step: int, key: int) -> Tensor:
         """Return the mean loss over the valid labels of `rows`, float32.

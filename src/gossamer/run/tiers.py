@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gossamer.exchange import Exchange
@@ -15,6 +15,7 @@ from gossamer.sharding import (
     ShardedOptimizer,
     TieredStates,
     TierLayout,
+    TiledWeight,
     UpdateTerms,
     smallest_device,
     smallest_host,
@@ -75,8 +76,13 @@ class TieredStep(StepAlgorithm):
         """Do nothing: the tiers are closed with the states that they hold."""
 
 
-def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], rank: int) -> TieredStates:
-    """Put the states of a rank into tiers. Raises BadInput, before anything is moved, for a limit that no step fits."""
+def tiers_of(
+    parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], rank: int, tiled: Sequence[TiledWeight] = ()
+) -> TieredStates:
+    """Put the states of a rank into tiers. Raises BadInput, before anything is moved, for a limit that no step fits.
+
+    `tiled`: the weights of layers that run in tiles. Of those that nothing else reads, a tile is in memory at one time.
+    """
     sharding, walk, config = parts.recipe.sharding, parts.walk, parts.config
     assert isinstance(sharding, Tiers) and walk is not None
     if parts.device.type != "cpu":
@@ -94,7 +100,9 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
     layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden)
     least_host = smallest_host(layout, walk, names, microbatches=max(parts.plan.microbatches))
     limits = sharding.limits
-    _check("device", smallest_device(walk), limits.device.limit, "the weights of the largest unit, and those outside")
+    tiled = [one for one in tiled if one.name in walk.tiled]
+    least = smallest_device(walk, params, tiled)
+    _check("device", least, limits.device.limit, "the weights of the largest unit, and those outside")
     _check("host", least_host, limits.host.limit, "buffers, and the gradients that are open at once")
     _check("file", layout.size_bytes, limits.file.limit, "weights and optimizer states, twice, and gradients")
     there = sharding.folder / f"rank-{rank:05d}.tier"
@@ -117,6 +125,7 @@ def tiers_of(parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], ra
         rank=rank,
         windows=min(_WINDOWS, 1 + more),
         is_hidden=is_hidden,
+        tiled=tiled,
     )
 
 

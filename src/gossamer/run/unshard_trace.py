@@ -17,7 +17,7 @@ def walk_of(engine: ModelRuntime, batches: Batches, units: tuple[str, ...]) -> U
     """
     module = engine.module
     rows = moved(batches.batch(np.zeros(1, np.int64)), engine.device)
-    with untouched(module), trace_access(module, units) as seen:
+    with untouched(module), trace_access(module, units, engine.tiled) as seen:
         module.train()
         engine.loss(rows, step=0, key=0)
     return seen.walk()

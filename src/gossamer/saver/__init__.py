@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from gossamer.loss import Loss
 from gossamer.saver._cheapest_set import UnitBytes, UnitChoice, cheapest_set, least_budget
+from gossamer.sharding import TiledWeight
 from gossamer.spec.registry import Registry
 
 __all__ = [
@@ -57,7 +58,7 @@ class Site:
     are those of other ranks' stages, and placeholders in it. `is_outline`: it has shapes alone, to count memory.
     `batch`: training rows on the module's device, as few as the loss takes; None where there are none. `rows`: how many
     a micro-batch of this rank has. `drawing`: the context in which a forward and its backward draw the random numbers
-    of a micro-batch.
+    of a micro-batch; `computing`: the one in which a forward runs in the precision of the run.
     """
 
     units: tuple[str, ...]
@@ -68,17 +69,19 @@ class Site:
     batch: Mapping[str, Tensor] | None = None
     rows: int = 1
     drawing: Callable[[], AbstractContextManager[object]] = nullcontext
+    computing: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
     """A saver in place. `remove` undoes it; `objective`: what computes the loss from now on. `told`: a line for the
-    log, such as what it saves; "" for none.
+    log, such as what it saves; "" for none. `tiled`: the weights of layers that it runs in tiles.
     """
 
     remove: Callable[[], None]
     objective: Loss
     told: str = ""
+    tiled: tuple[TiledWeight, ...] = ()
 
 
 class Saver(ABC):
@@ -123,7 +126,8 @@ def install_all(savers: Sequence[Saver], module: nn.Module, site: Site) -> Insta
             raise
         site = replace(site, objective=there[-1].objective)
     told = "; ".join(one.told for one in there if one.told)
-    return Installed(remove=remove, objective=site.objective, told=told)
+    tiled = tuple(weight for one in there for weight in one.tiled)
+    return Installed(remove=remove, objective=site.objective, told=told, tiled=tiled)
 
 
 REGISTRY: Registry[Saver] = Registry(__name__, Saver)

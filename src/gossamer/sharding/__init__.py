@@ -19,9 +19,12 @@ from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._tier_layout import TierLayout
+from gossamer.sharding._tier_limits import TierAccount
 from gossamer.sharding._tier_update import UpdateTerms
 from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
+from gossamer.sharding._tile_reader import largest_tile
+from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
@@ -37,14 +40,17 @@ __all__ = [
     "Sharding",
     "ShardedParameters",
     "ShardedOptimizer",
+    "TierAccount",
     "TierLayout",
     "TieredStates",
+    "TiledWeight",
     "UnshardOrder",
     "UpdateTerms",
     "build",
     "bytes_of",
     "gather_traffic",
     "holdings",
+    "largest_tile",
     "longest_message_numel",
     "names",
     "read_tiers",

@@ -7,9 +7,9 @@ the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder, unit_of
 
 
@@ -31,16 +32,19 @@ class AccessTrace:
     backward: set[str] = field(default_factory=set)  # the units whose output depends on what is trained
     running: list[str] = field(default_factory=list)
     read: dict[str, int] = field(default_factory=dict)  # parameter -> the number of the last node that did
+    tiled: Mapping[str, TiledWeight] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)  # tiled weights that other code than their layer reads
 
     def walk(self) -> UnshardOrder:
         """Return the unshard order of every step. Units that did not run stay unsharded for the whole step."""
-        return UnshardOrder.of(self.module, self.order, self.loose).through(self.backward)
+        found = UnshardOrder.of(self.module, self.order, self.loose).through(self.backward)
+        return replace(found, tiled=tuple(name for name in self.tiled if name in self.read and name not in self.whole))
 
 
 @contextmanager
-def trace_access(module: nn.Module, units: Sequence[str]) -> Iterator[AccessTrace]:
-    """Trace the forward that runs inside the context."""
-    seen = AccessTrace(module, tuple(units))
+def trace_access(module: nn.Module, units: Sequence[str], tiled: Sequence[TiledWeight] = ()) -> Iterator[AccessTrace]:
+    """Trace the forward that runs inside the context. `tiled`: the weights of layers that run in tiles."""
+    seen = AccessTrace(module, tuple(units), tiled={one.name: one for one in tiled})
     named = [u for u in units if u]
     real = {u: module.get_submodule(u) for u in named}
     own = {u: vars(one).get("forward") for u, one in real.items()}
@@ -98,6 +102,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         for name in (n for one in read for n in self._names.get(_storage(one), ())):
+            if name in self._seen.tiled and not self._seen.tiled[name].is_running:
+                self._seen.whole.add(name)
             self._seen.read[name] = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             if unit_of(name, self._seen.units) not in self._seen.running:
                 self._seen.loose.add(name)

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from gossamer.sharding._access_trace import tensors_of
 from gossamer.sharding._sharded_parameters import WrappedForward, entry_nodes, hollow
 from gossamer.sharding._tier_limits import TierAccount
+from gossamer.sharding._tile_reader import TileReader, largest_tile
+from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder, UnshardUnit
 from gossamer.store.tier_file import PageMemory, TierFile, as_bytes, page_buffer, paged
 
@@ -44,6 +46,7 @@ class TieredParameters:
     retraced: int = 0  # steps that took another order than expected
     exposed_s: float = 0.0  # seconds waited for reads since it was last set to 0
     read_bytes: int = 0
+    tiles: TileReader | None = None
     _seen: list[tuple[int, bool]] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     _real: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
@@ -51,10 +54,19 @@ class TieredParameters:
 
     @staticmethod
     def of(
-        module: nn.Module, walk: UnshardOrder, file: TierFile, offset_of: Offsets, room: TierAccount
+        module: nn.Module,
+        walk: UnshardOrder,
+        file: TierFile,
+        offset_of: Offsets,
+        room: TierAccount,
+        tiled: Sequence[TiledWeight] = (),
     ) -> TieredParameters:
-        """Take the parameters of `module` out of memory; the file must hold them already."""
+        """Take the parameters of `module` out of memory; the file must hold them already.
+
+        `tiled`: those of which a tile is in memory at one time.
+        """
         params = dict(module.named_parameters())
+        walk = walk.without_tiled(params)
         always, *units = (_FileUnit.of(unit, params) for unit in (walk.always, *walk.units))
         there = [(i, True) for i in range(len(units))]
         back = [(i, False) for i in reversed(range(len(units))) if walk.units[i].goes_back]
@@ -63,7 +75,12 @@ class TieredParameters:
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
         found._wrap(module, found._whole)
+        if tiled:
+            found.tiles = TileReader.of(tiled, params, file, offset_of, room, found._waited)
         return found
+
+    def _waited(self, seconds: float) -> None:
+        self.exposed_s += seconds
 
     def _wrap(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._real.append((module, vars(module).get("forward")))
@@ -179,6 +196,8 @@ class TieredParameters:
         for unit in (self.always, *self.units):
             for name, param in unit.params.items():
                 param.data = mapped[name]
+        if self.tiles is not None:
+            self.tiles.leave(mapped)
         self.close()
 
     def close(self) -> None:
@@ -190,6 +209,8 @@ class TieredParameters:
             else:
                 module.forward = before  # type: ignore[method-assign]
         self._reader.shutdown()
+        if self.tiles is not None:
+            self.tiles.close()
 
 
 def _spans(pieces: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, list[tuple[int, Tensor]]]]:
@@ -262,9 +283,10 @@ class _FileUnit:
         self.memory.free()
 
 
-def smallest_device(walk: UnshardOrder) -> int:
-    """Return the bytes of the weights that one unit needs beside those that stay for the whole step."""
-    return unit_bytes(walk.always) + max(map(unit_bytes, walk.units), default=0)
+def smallest_device(walk: UnshardOrder, params: Mapping[str, Tensor], tiled: Sequence[TiledWeight] = ()) -> int:
+    """Return the bytes of the weights that one unit needs beside those that stay for the whole step, and two tiles."""
+    walk = walk.without_tiled(params)
+    return unit_bytes(walk.always) + max(map(unit_bytes, walk.units), default=0) + 2 * largest_tile(tiled, params)
 
 
 def unit_bytes(unit: UnshardUnit) -> int:

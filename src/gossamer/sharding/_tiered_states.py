@@ -22,6 +22,7 @@ from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
 from gossamer.sharding._tier_limits import TierLimits
 from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
 from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
+from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
 from gossamer.spec.errors import RunFailed
 from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
@@ -63,6 +64,7 @@ class TieredStates:
         rank: int,
         windows: int,
         is_hidden: bool,
+        tiled: Sequence[TiledWeight] = (),
     ) -> TieredStates:
         """Write the parameters of `module` and the first states to a file, and take them out of memory."""
         path = folder / f"rank-{rank:05d}.tier"
@@ -84,7 +86,7 @@ class TieredStates:
             index = of_name[name]
             return layout.groups[index].starts[records[index]] + weights[name].start
 
-        parameters = TieredParameters.of(module, walk, file, offset_of, limits.device)
+        parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
         updater = TierUpdater(rule, layout, file, limits.host, windows)
         found = TieredStates(
             layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name

@@ -43,11 +43,12 @@ class UnshardOrder:
     """The order in which the units of a model are unsharded.
 
     `always`: the parameters that stay unsharded for the whole step; `units`: the others, in the order in which they
-    run.
+    run. `tiled`: those of all that are read tile by tile, and by nothing but their layer.
     """
 
     always: UnshardUnit
     units: tuple[UnshardUnit, ...]
+    tiled: tuple[str, ...] = ()
 
     @staticmethod
     def of(module: nn.Module, units: Sequence[str], loose: Collection[str] = ()) -> UnshardOrder:
@@ -68,6 +69,15 @@ class UnshardOrder:
     def through(self, backward: Collection[str]) -> UnshardOrder:
         """Return the same order, where the backward pass runs through the units named."""
         return replace(self, units=tuple(replace(u, goes_back=u.name in backward) for u in self.units))
+
+    def without_tiled(self, params: Mapping[str, Tensor]) -> UnshardOrder:
+        """Return the order of the parameters that are needed whole, of the module's `params`."""
+
+        def whole(unit: UnshardUnit) -> UnshardUnit:
+            names = [entry.name for layout in unit.layouts for entry in layout.entries if entry.name not in self.tiled]
+            return replace(unit, layouts=layouts_of({name: params[name] for name in names}))
+
+        return replace(self, always=whole(self.always), units=tuple(map(whole, self.units)))
 
     def gathers(self, microbatches: int) -> Iterator[UnshardUnit]:
         """Yield the units that a step gathers, in order."""

@@ -12,12 +12,13 @@ and states twice, so that an update never overwrites what counts: a step that is
 the last one. With AdamW in float32 24 bytes per parameter, and 4 for gradients with clipping.
 Traffic: per step and parameter 8 bytes of weights (forward and backward), 12 read and 12 written by the update.
 Limits:  device, host and file are hard: each allocation of model states is counted and checked. One that no step fits
-is refused before the first step, with the smallest that works. Activations are not moved: combine with fewer rows.
+is refused before the first step, with the smallest that works. Activations are those of plan.savers: activation_swap.
 Good when: the states exceed the memory, and there is a disk; a step takes its bytes at the rate of that disk.
 Paper:   Rajbhandari et al., ZeRO-Infinity, SC 2021, arXiv 2104.07857 (prefetch by a traced order, streamed update);
 Liao et al., Fuyou, arXiv 2403.06504 (update of a layer during backward without staleness, delayed write-back).
+A layer of the saver tiling has two tiles of its weight in `device`; its gradient and its record are whole, in `host`.
 Unlike the papers: two records of each bucket instead of one updated in place; the update is in threads of the rank, not
-in a process of its own; no tiling of large layers; activations are neither moved nor chosen by a cost model.
+in a process of its own.
 Not for: stages, islands, several replicas, adapters, CUDA devices: these are refused.
 """
 

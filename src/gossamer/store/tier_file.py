@@ -80,8 +80,11 @@ class TierFile:
     _handle: int
 
     @staticmethod
-    def create(path: Path, size_bytes: int) -> TierFile:
-        """Make the file, allocated as a whole. Raises BadInput: a full disk, or another run that uses it."""
+    def create(path: Path, size_bytes: int, *, key: str = "plan.sharding.tiers.directory") -> TierFile:
+        """Make the file, allocated as a whole. Raises BadInput: a full disk, or another run that uses it.
+
+        `key`: the setting of the directory.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -92,7 +95,7 @@ class TierFile:
                 wanted="a directory that no other run uses for its states",
                 got=f"{path}, which is in use",
                 do="give each run a directory of its own, or stop the other run",
-                key="plan.sharding.tiers.directory",
+                key=key,
             ) from None
         try:
             os.ftruncate(plain, size_bytes)
@@ -105,7 +108,7 @@ class TierFile:
                 wanted=f"{show_gib(size_bytes)} in {path.parent}",
                 got=str(error.strerror),
                 do="free space there, or give another directory",
-                key="plan.sharding.tiers.directory",
+                key=key,
             ) from None
         return TierFile(path, size_bytes, _takes_direct(plain), plain)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from gossamer.recipe.conflicts._beside import COMPILED, SHARDED, STAGES, Beside, first_beside
 from gossamer.recipe.recipe import Recipe
+from gossamer.saver.activation_swap import ActivationSwap
 from gossamer.saver.recompute import Recompute
+from gossamer.saver.tiling import Tiling
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
@@ -14,7 +16,15 @@ _OF_DEPS = (
     *_OF_ANY,
     Beside(
         "units that keep their activations, as the slices of a subnet are gone when they would be computed again",
-        lambda r: any(isinstance(one, Recompute) for one in r.methods.savers),
+        lambda r: any(
+            isinstance(one, Recompute) or (isinstance(one, ActivationSwap) and one.may_recompute)
+            for one in r.methods.savers
+        ),
+        lambda r: f"plan.savers {', '.join(told(one) for one in r.plan.savers)}",
+    ),
+    Beside(
+        "layers that are not tiled, as they run in slices of their weights",
+        lambda r: any(isinstance(one, Tiling) for one in r.methods.savers),
         lambda r: f"plan.savers {', '.join(told(one) for one in r.plan.savers)}",
     ),
     Beside(
