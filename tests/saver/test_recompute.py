@@ -146,19 +146,12 @@ def test_a_unit_that_the_model_does_not_have() -> None:
 @pytest.mark.parametrize(("savers", "plan", "said"), [
     (["recompute", {"recompute": {"every": 2}}], {}, "every saver once"),
     (["recompute"], {"sync": "just_one_byte"}, "a backward pass, whose memory a saver saves"),
-    ([{"recompute": {"budget": "1MiB"}}], {"mesh": {"pipe": 2}}, "recompute of named units in stages"),
 ])  # fmt: skip
 def test_what_it_cannot_be_combined_with(savers: list[Any], plan: dict[str, Any], said: str) -> None:
-    keys = {name: value for name, value in plan.items() if name in ("sync", "mesh", "pipeline_schedule")}
     config = RunConfig.model_validate(
-        {
-            "train": {"batch": 8, "optimizer": {"sgd": {"lr": 1e-4}}},
-            "machines": {"processes": plan.get("mesh", {}).get("pipe", 1)},
-            "plan": {"savers": savers, **keys},
-        }
+        {"train": {"batch": 8, "optimizer": {"sgd": {"lr": 1e-4}}}, "plan": {"savers": savers, **plan}}
     )
-    schedule = {"pipeline_schedule": "one_f_one_b"} if "mesh" in plan else {}
-    made = Plan.model_validate({"rows": [8], "microbatches": [4], "savers": savers, **schedule, **plan})
+    made = Plan.model_validate({"rows": [8], "microbatches": [4], "savers": savers, **plan})
     with pytest.raises(BadInput, match=said):
         recipe.check(config, made)
 
