@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.ghost_step import ghost_step
+from gossamer.process.stack_position import stand
 from gossamer.spec.errors import BadInput
 
 ROWS, WIDTH, FLOAT = 32, 48, 4
@@ -75,6 +77,26 @@ def test_it_takes_no_memory_and_changes_nothing() -> None:
     ghost = ghost_step(module, lambda one: one(torch.zeros(1, 1).expand(2, 1 << 20)).sum())
     assert ghost.passing[0] >= FLOAT * (1 << 40), "the gradient of the weight"
     assert module.calls == 0 and module.weight.grad is None
+
+
+def test_it_counts_the_same_whoever_looks_at_the_stack() -> None:
+    """A heartbeat's thread looks at frames, which keeps what they hold alive: ranks would plan with other bytes."""
+    deep = nn.Sequential(*(Mlp() for _ in range(4)))
+    alone = ghost_step(deep, mean)
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            stand()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        found = [ghost_step(deep, mean) for _ in range(8)]
+        assert all(one == alone for one in found)
+    finally:
+        ended.set()
+        looking.join()
 
 
 def test_a_forward_that_needs_values_is_refused() -> None:

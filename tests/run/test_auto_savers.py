@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 import gossamer
+from gossamer.job.auto_savers import choose, is_open
 from gossamer.job.dry_run import dry_run
 from gossamer.job.fit import ProcessBase
+from gossamer.job.memory_forecast import MemoryForecast
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
+from saver.test_recompute_budget_in_stages import looked_at as staged
 
 MIB = 1 << 20
 LLAMA = {
@@ -131,6 +134,20 @@ def test_logits_that_recompute_cannot_save_are_cut(text: Path, monkeypatch: pyte
     plan, memory = looked_at(text, model=MANY_WORDS)
     assert plan.savers == ("cut_cross_entropy",) and memory["fits"]
     assert plan.reasons["savers"].startswith("cut_cross_entropy: ")
+
+
+def test_of_two_machines_that_with_less_memory_decides() -> None:
+    found = staged("")
+    needs = [USUAL.own + USUAL.shared + one.total for one in MemoryForecast.of(found, local_ranks=1).ranks]
+    spans = [range(1), range(1, 2)]
+    assert choose(found, [*zip(spans, needs, strict=True)]).planned.plan.savers == ()
+    chosen = choose(found, [(spans[0], 2 * needs[0]), (spans[1], needs[1] - MIB)])
+    assert chosen.fits and chosen.planned.plan.savers and chosen.message.startswith("savers: recompute: the run needs")
+    ranks = MemoryForecast.of(chosen.planned, local_ranks=1).ranks
+    assert USUAL.own + USUAL.shared + ranks[1].total <= needs[1] - MIB
+    assert not is_open(chosen.planned), "a resumed run keeps what its plan says"
+    none = choose(found, [(spans[0], 2 * needs[0]), (spans[1], USUAL.own)])
+    assert not none.fits and none.planned.plan.savers == () and "no exact saver" in none.message
 
 
 def test_named_savers_and_none_are_left_as_they_are(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

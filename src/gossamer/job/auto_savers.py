@@ -138,7 +138,7 @@ def _without(planned: Planned, why: str) -> Choice:
 
 
 def _with(made: Planned, plain: Fit, found: Fit) -> Choice:
-    parts = [f"{_told(made)}: {_fullest(plain)} without, {_fullest(found)} with"]
+    parts = [f"{_told(made)}: the run needs {_fullest(plain)} without, and {_fullest(found)} with it"]
     if "savers" in made.plan.reasons:
         parts.append(made.plan.reasons["savers"])
     if any(MethodConfig.parse(one).name == _CUT for one in made.plan.savers):

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -18,6 +19,7 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = ("torch", "functorch", "torchgen")
 _PUMP, _OWN_THREADS = "gossamer-pump", "gossamer-"
+_LOOK = threading.RLock()  # held by who looks at frames, and where nobody may
 
 
 class Code(Enum):
@@ -43,8 +45,26 @@ class StackPosition:
 def stand() -> StackPosition:
     """Return the stack position of this process now; takes some ten microseconds.
 
-    Call it from a thread that does no training, such as the heartbeat's.
+    Call it from a thread that does no training, such as the heartbeat's. Nothing is known of what is `unwatched`.
     """
+    if not _LOOK.acquire(blocking=False):
+        return StackPosition(waits=False, place="")
+    try:
+        return _stand()
+    finally:
+        _LOOK.release()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Keep other threads from looking at frames in this context: a frame that is looked at keeps its variables alive
+    for a moment longer, and who counts what is alive would count these.
+    """
+    with _LOOK:
+        yield
+
+
+def _stand() -> StackPosition:
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     waits = computes = False
