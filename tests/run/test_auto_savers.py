@@ -90,6 +90,15 @@ def test_a_run_that_fits_gets_none_and_says_so(text: Path, monkeypatch: pytest.M
     assert looked_at(text)[0].savers, "a byte less, and it does not fit without"
 
 
+def test_the_model_is_not_run_on_shapes_where_a_generous_figure_fits(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gossamer.job.memory_forecast.ghost_step", None)  # would raise
+    given = sections(text)
+    plan = gossamer.train(given.pop("model"), None, given).run.plan()
+    assert plan is not None and plan.reasons["savers"].startswith(f"{FITS}less than ")
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -162,6 +171,7 @@ def test_what_cannot_be_looked_at_is_said_and_trained(text: Path, monkeypatch: p
         raise TypeError("cannot copy a lock")
 
     monkeypatch.setattr("gossamer.job.auto_savers.MemoryForecast.of", refuses)
+    on_a_machine(monkeypatch, USUAL.own + USUAL.shared + MIB)  # the generous figure does not fit
     given = sections(text)
     result = gossamer.train(given["model"], None, {k: v for k, v in given.items() if k != "model"})
     plan = result.run.plan()

@@ -1,9 +1,10 @@
 """`plan.savers: auto`: the savers with which a run fits its machines, where it does not without any.
 
 All ranks decide alike, and so does `--dry-run`: from the forecast of the memory, the machines' totals, and what a
-process usually takes. First comes recompute within the largest budget that the machines leave to activations, which
-changes no bit. Where that is not enough: cut_cross_entropy, alone or beside it. It compares itself with the plain loss
-before step 1, and refuses the run where the two differ. Savers that lose something are never chosen.
+process usually takes. Where even a generous figure fits, the model is not run on shapes for it. First comes recompute
+within the largest budget that the machines leave to activations, which changes no bit. Where that is not enough:
+cut_cross_entropy, alone or beside it. It compares itself with the plain loss before step 1, and refuses the run where
+the two differ. Savers that lose something are never chosen.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ def choose(planned: Planned, machines: Sequence[tuple[range, int]]) -> Choice:
     if planned.asked.device.type != "cpu":
         return _without(planned, "the forecast counts the memory of machines, and this run trains on GPUs")
     try:
+        rough = _beside(MemoryForecast.at_most(planned, local_ranks=planned.asked.local_ranks), machines)
+        if rough.fits and not rough.forecast.unknown:
+            return _without(planned, f"the run fits without: less than {_fullest(rough)}")
         plain = _fit(planned, machines)
     except Exception as error:  # of the user's data or module: the run meets it again, and says more about it then
         return _without(
@@ -126,8 +130,12 @@ def _at_most(one: RankMemory, budget: int) -> int:
 
 
 def _fit(planned: Planned, machines: Sequence[tuple[range, int]]) -> Fit:
+    return _beside(MemoryForecast.of(planned, local_ranks=planned.asked.local_ranks), machines)
+
+
+def _beside(forecast: MemoryForecast, machines: Sequence[tuple[range, int]]) -> Fit:
     return Fit(
-        forecast=MemoryForecast.of(planned, local_ranks=planned.asked.local_ranks),
+        forecast=forecast,
         base=ProcessBase.usual(),
         machines=tuple(Machine(name="a machine", ranks=span, total=total, free=total) for span, total in machines),
     )

@@ -39,6 +39,7 @@ _FLOAT = 4  # bytes of a float32
 # (Llama) to 1.3 (GPT-2) times the activations are lost.
 _FRAGMENTED = 1.0
 _IN_FLIGHT = 3  # buckets of a coded or divided exchange that are there at a time: as they are, coded, and received
+_ROUGHLY = 8  # numbers of an output of a matrix that a step has at most: as they are, activated, their gradients
 _WORK = {Op.F: 1.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0, Op.RECOMPUTE: 1.0, Op.B: 2.0}  # of stages that take alike
 
 
@@ -82,6 +83,18 @@ class MemoryForecast:
             ranks=tuple(parts.memory(rank, ghosts) for rank in range(planned.plan.ranks)),
             unknown="; ".join(filter(None, (unknown, parts.unknown))),
         )
+
+    @staticmethod
+    def at_most(planned: Planned, *, local_ranks: int) -> MemoryForecast:
+        """Return a generous figure of the same without running the model on shapes, which takes seconds.
+
+        A token, pixel or feature of the largest input has, of every matrix, `_ROUGHLY` times as many numbers as it has
+        outputs or inputs. Layers that are called many times, or that make their input larger, may exceed it.
+        """
+        parts = _Parts.of(planned, local_ranks)
+        ghosts = parts.rough_ghosts()
+        ranks = tuple(parts.memory(rank, ghosts) for rank in range(planned.plan.ranks))
+        return MemoryForecast(ranks=ranks, unknown=parts.unknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +152,22 @@ class _Parts:
         except BadInput as error:
             return {}, f"activations are not counted: {error.message}"
         return found, ""
+
+    def rough_ghosts(self) -> Mapping[int, GhostStep]:
+        """Return a generous ghost of the largest micro-batch of every replica, as if each stage were the whole model.
+
+        Raises what the user's data raise.
+        """
+        plan, asked = self.planned.plan, self.planned.asked
+        numbers = _ROUGHLY * sum(max(p.shape[:2]) for p in self.module.parameters() if p.dim() > 1)
+        stages = 1 if self.cut is None else len(self.cut.parts)
+        found = dict[int, GhostStep]()
+        for replica in range(plan.mesh.replica):
+            batch = Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows
+            places = max((t.numel() for t in batch.values()), default=0)
+            kept = _FLOAT * places * numbers
+            found[replica] = GhostStep(kept=(kept,) * stages, passing=(0,) * stages, small=1.0)
+        return found
 
     def _units_of(self, part: StageSpec) -> frozenset[str]:
         assert self.planned.outlined is not None
