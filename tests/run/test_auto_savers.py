@@ -145,6 +145,7 @@ def test_logits_that_recompute_cannot_save_are_cut(text: Path, monkeypatch: pyte
     assert plan.reasons["savers"].startswith("cut_cross_entropy: ")
 
 
+@pytest.mark.nightly
 def test_of_two_machines_that_with_less_memory_decides() -> None:
     found = staged("")
     needs = [USUAL.own + USUAL.shared + one.total for one in MemoryForecast.of(found, local_ranks=1).ranks]

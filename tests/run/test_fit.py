@@ -98,6 +98,7 @@ def test_stages_hold_their_own_part(text: Path) -> None:
     assert list(looked_at(text, mesh={"pipe": 2})["memory"]["by_rank"]) == ["rank 0", "rank 1"]
 
 
+@pytest.mark.nightly
 def test_a_budget_of_recompute_in_stages_is_in_the_plan_and_in_the_forecast(text: Path) -> None:
     plain = [one.activations for one in forecast(text, mesh={"pipe": 2}).ranks]
     saver = {"recompute": {"budget": f"{round(0.8 * max(plain))}B"}}

@@ -122,6 +122,7 @@ def test_each_rank_takes_what_the_plan_says(schedule: str) -> None:
         assert measured(found, rank) == pytest.approx(said[rank], rel=0.05)
 
 
+@pytest.mark.nightly
 def test_ranks_agree_and_a_plan_that_names_the_units_keeps_them() -> None:
     first, second = (looked_at("6MB", rank=rank) for rank in range(2))
     assert first.plan == second.plan and units_of(first.plan)
@@ -161,6 +162,7 @@ def test_units_that_change_python_state_are_not_chosen() -> None:
         looked_at(f"{plain - 1}B", module=Busy(layers=4), cuts=cuts)
 
 
+@pytest.mark.nightly
 def test_replicas_share_the_units_of_the_largest_load() -> None:
     """With two replicas the ranks of a stage are named together."""
     asked = looked_at("").asked

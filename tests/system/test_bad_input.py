@@ -236,6 +236,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert records(run, "start")[-1]["step"] == 7
 
 
+@pytest.mark.nightly
 def test_a_run_without_a_good_checkpoint_is_left_as_it_was(trained: Trained, place: Place) -> None:
     run = trained.copy(place.folder / "runs" / "copy")
     for step in (2, 4, 6):
@@ -316,6 +317,7 @@ def small_disk(place: Place) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 def test_a_run_whose_last_save_fails_is_not_done_though_it_trains_to_its_end(place: Place, small_disk: Path) -> None:
     # one process under a launcher: its run's folder has the name it was given
     config = place.config(run={"name": "full"}, train={"steps": 8, "keep_checkpoints": 1})

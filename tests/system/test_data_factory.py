@@ -57,6 +57,7 @@ def settings(place: Place, **data: Any) -> dict[str, Any]:
     return dict(config)
 
 
+@pytest.mark.nightly
 def test_it_trains_alike_on_one_process_and_on_two(place: Place) -> None:
     for processes in (1, 2):
         told = settings(place, config={"count": 96})

@@ -163,6 +163,7 @@ def make():
 """
 
 
+@pytest.mark.nightly
 def test_a_stop_or_a_kill_after_the_end_was_written_down_is_no_failure(place: Place) -> None:
     (place.folder / "late.py").write_text(LATE)
     (place.folder / "late").touch()

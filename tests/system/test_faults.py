@@ -148,6 +148,7 @@ def test_a_step_that_is_not_finite_is_rejected_counted_and_ends_the_run_where_th
     assert latest_good(run / "checkpoints")[0].step == len(steps) - 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_skips_what_is_not_finite_ends_well_and_moves_nothing(place: Place) -> None:
     (place.folder / "nan").write_text("0")
     train = {"steps": 3, "on_nonfinite": "skip"}
