@@ -63,6 +63,18 @@ def test_outputs_and_all_gradients_are_those_of_the_plain_layer(
         assert float((one - other).detach().norm()) <= off * float(other.detach().norm())
 
 
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (3, 7, 24)])
+def test_what_follows_may_write_to_the_output_in_place(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 31), nn.ReLU(inplace=True))
+    x = torch.randn(shape)
+    wanted = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+    tiling(linears="0", tiles=3).install(module, SITE)
+    found = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_trains_as_before_with_the_same_names(precision: str) -> None:
     savers = [tiling(linears="*proj", tiles=3)]

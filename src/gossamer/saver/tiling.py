@@ -164,14 +164,15 @@ class _Tiles(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(kind)
             flat = x.reshape(-1, x.shape[-1])
-            out = flat.new_empty(flat.shape[0], weight.shape[0])
+            out = flat.new_empty(*x.shape[:-1], weight.shape[0])  # no view: others may write to it in place
+            rows = out.view(flat.shape[0], weight.shape[0])
             for (low, high), part in _parts(source, weight, kind):
                 if bias is None:
-                    torch.mm(flat, part.t(), out=out[:, low:high])
+                    torch.mm(flat, part.t(), out=rows[:, low:high])
                 else:
-                    torch.addmm(bias[low:high].to(kind), flat, part.t(), out=out[:, low:high])
+                    torch.addmm(bias[low:high].to(kind), flat, part.t(), out=rows[:, low:high])
         ctx.save_for_backward(x, weight)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
