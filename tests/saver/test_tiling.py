@@ -152,6 +152,15 @@ def test_beside_a_cut_loss_and_recompute(order: int) -> None:
     assert trained(llama, savers)["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
+@pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_layer_whose_weight_is_made_by_a_hook_stays_plain(made: Any) -> None:
+    module = nn.Sequential(made(nn.Linear(8, 8)), nn.Linear(8, 8))
+    there = tiling(linears="*", tiles=2).install(module, SITE)
+    assert [one.name for one in there.tiled] == ["1.weight"]
+    with pytest.raises(BadInput, match="none; the largest are 1"):
+        tiling(linears="0", tiles=2).install(module, SITE)
+
+
 def test_bad_input() -> None:
     module = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 8))
     for settings, wanted in (

@@ -88,7 +88,9 @@ class Tiling(Saver):
 
     def _chosen(self, module: nn.Module) -> dict[str, nn.Linear]:
         """Return the layers to tile, by name. Raises BadInput where there are none, or one has too few outputs."""
-        named = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
+        each = ((name, one) for name, one in module.named_modules() if type(one) is nn.Linear)
+        # Others make their weight anew before each call: torch's weight_norm, spectral_norm and prune, by hooks.
+        named = {name: one for name, one in each if isinstance(one.weight, nn.Parameter)}
         is_auto, least = self.linears == "auto", read_size(self.least, key="least")
         found = {
             name: one
