@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import gossamer
+from gossamer import loss
 from gossamer.job.auto_savers import choose, is_open
 from gossamer.job.dry_run import dry_run
 from gossamer.job.fit import ProcessBase
 from gossamer.job.memory_forecast import MemoryForecast
+from gossamer.model.source.hf import Hf
+from gossamer.partition.model_provider import ModuleSource
+from gossamer.partition.rank_model import planned
+from gossamer.partition.request import PartitionRequest
+from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
+from model.tiny import batch
 from saver.test_recompute_budget_in_stages import looked_at as staged
 
 MIB = 1 << 20
@@ -97,6 +105,24 @@ def test_the_model_is_not_run_on_shapes_where_a_generous_figure_fits(
     given = sections(text)
     plan = gossamer.train(given.pop("model"), None, given).run.plan()
     assert plan is not None and plan.reasons["savers"].startswith(f"{FITS}less than ")
+
+
+@pytest.mark.parametrize("sequence", [64, 2048])
+def test_the_generous_figure_counts_the_scores_of_attention(sequence: int) -> None:
+    """In a long sequence they are most of what a block keeps."""
+    module = Hf("gpt2", {"n_embd": 96, "n_layer": 2, "n_head": 4, "n_positions": sequence})
+    rows = {name: value[0] for name, value in batch(rows=1, sequence=sequence).items()}
+    asked = PartitionRequest(
+        config=RunConfig.model_validate({"train": {"batch": 1}}),
+        ranks=1,
+        rank=0,
+        batches=DatasetBatches([rows]),
+        objective=loss.build("next_token"),
+        device=torch.device("cpu"),
+    )
+    one = planned(ModuleSource(module.fitted_to_tokenizer(257, sequence).build(0)), asked)
+    (exact,), (most,) = (each(one, local_ranks=1).ranks for each in (MemoryForecast.of, MemoryForecast.at_most))
+    assert exact.total <= most.total
 
 
 @pytest.mark.parametrize(

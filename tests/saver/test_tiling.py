@@ -63,6 +63,18 @@ def test_outputs_and_all_gradients_are_those_of_the_plain_layer(
         assert float((one - other).detach().norm()) <= off * float(other.detach().norm())
 
 
+@pytest.mark.parametrize("shape", [(24,), (5, 24), (3, 7, 24)])
+def test_what_follows_may_write_to_the_output_in_place(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 31), nn.ReLU(inplace=True))
+    x = torch.randn(shape)
+    wanted = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+    tiling(linears="0", tiles=3).install(module, SITE)
+    found = torch.autograd.grad(module(x).square().sum(), [*module.parameters()])
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_trains_as_before_with_the_same_names(precision: str) -> None:
     savers = [tiling(linears="*proj", tiles=3)]
@@ -138,6 +150,15 @@ def test_beside_a_cut_loss_and_recompute(order: int) -> None:
     plain = trained(llama, [])
     savers = [tiling(linears="*", tiles=2), build("cut_cross_entropy"), build("recompute")][::order]
     assert trained(llama, savers)["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("made", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_layer_whose_weight_is_made_by_a_hook_stays_plain(made: Any) -> None:
+    module = nn.Sequential(made(nn.Linear(8, 8)), nn.Linear(8, 8))
+    there = tiling(linears="*", tiles=2).install(module, SITE)
+    assert [one.name for one in there.tiled] == ["1.weight"]
+    with pytest.raises(BadInput, match="none; the largest are 1"):
+        tiling(linears="0", tiles=2).install(module, SITE)
 
 
 def test_bad_input() -> None:

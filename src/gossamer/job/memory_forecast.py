@@ -40,6 +40,7 @@ _FLOAT = 4  # bytes of a float32
 _FRAGMENTED = 1.0
 _IN_FLIGHT = 3  # buckets of a coded or divided exchange that are there at a time: as they are, coded, and received
 _ROUGHLY = 8  # numbers of an output of a matrix that a step has at most: as they are, activated, their gradients
+_WIDTH_OF_SCORES = 64  # a block of four matrices has at most one head of attention per 16 numbers of its width
 _WORK = {Op.F: 1.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0, Op.RECOMPUTE: 1.0, Op.B: 2.0}  # of stages that take alike
 
 
@@ -89,7 +90,8 @@ class MemoryForecast:
         """Return a generous figure of the same without running the model on shapes, which takes seconds.
 
         A token, pixel or feature of the largest input has, of every matrix, `_ROUGHLY` times as many numbers as it has
-        outputs or inputs. Layers that are called many times, or that make their input larger, may exceed it.
+        outputs or inputs, and for each other one as many as the heads of attention that the matrix stands for. Layers
+        that are called many times, or that make their input larger, may exceed it.
         """
         parts = _Parts.of(planned, local_ranks)
         ghosts = parts.rough_ghosts()
@@ -159,13 +161,16 @@ class _Parts:
         Raises what the user's data raise.
         """
         plan, asked = self.planned.plan, self.planned.asked
-        numbers = _ROUGHLY * sum(max(p.shape[:2]) for p in self.module.parameters() if p.dim() > 1)
+        shapes = [p.shape for p in self.module.parameters() if p.dim() > 1]
+        outputs = sum(max(shape[:2]) for shape in shapes)
+        scores = sum(max(1, min(shape) // _WIDTH_OF_SCORES) for shape in shapes if len(shape) == 2)
         stages = 1 if self.cut is None else len(self.cut.parts)
         found = dict[int, GhostStep]()
         for replica in range(plan.mesh.replica):
             batch = Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows
             places = max((t.numel() for t in batch.values()), default=0)
-            kept = _FLOAT * places * numbers
+            longest = max((max(t.shape[1:], default=1) for t in batch.values()), default=1)  # such as a sequence
+            kept = _FLOAT * places * _ROUGHLY * (outputs + scores * longest)
             found[replica] = GhostStep(kept=(kept,) * stages, passing=(0,) * stages, small=1.0)
         return found
 

@@ -88,7 +88,9 @@ class Tiling(Saver):
 
     def _chosen(self, module: nn.Module) -> dict[str, nn.Linear]:
         """Return the layers to tile, by name. Raises BadInput where there are none, or one has too few outputs."""
-        named = {name: one for name, one in module.named_modules() if type(one) is nn.Linear}
+        each = ((name, one) for name, one in module.named_modules() if type(one) is nn.Linear)
+        # Others make their weight anew before each call: torch's weight_norm, spectral_norm and prune, by hooks.
+        named = {name: one for name, one in each if isinstance(one.weight, nn.Parameter)}
         is_auto, least = self.linears == "auto", read_size(self.least, key="least")
         found = {
             name: one
@@ -164,14 +166,15 @@ class _Tiles(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(kind)
             flat = x.reshape(-1, x.shape[-1])
-            out = flat.new_empty(flat.shape[0], weight.shape[0])
+            out = flat.new_empty(*x.shape[:-1], weight.shape[0])  # no view: others may write to it in place
+            rows = out.view(flat.shape[0], weight.shape[0])
             for (low, high), part in _parts(source, weight, kind):
                 if bias is None:
-                    torch.mm(flat, part.t(), out=out[:, low:high])
+                    torch.mm(flat, part.t(), out=rows[:, low:high])
                 else:
-                    torch.addmm(bias[low:high].to(kind), flat, part.t(), out=out[:, low:high])
+                    torch.addmm(bias[low:high].to(kind), flat, part.t(), out=rows[:, low:high])
         ctx.save_for_backward(x, weight)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
