@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,3 +143,30 @@ def test_masks_hold_through_steps_of_distillation() -> None:
 def test_other_teachers_are_refused(student: Any, teacher: Any, said: str) -> None:
     with pytest.raises(BadInput, match=said), expert_distances(student(), teacher()):
         pass
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_the_model_itself_loses_no_distance(reentrant: bool) -> None:
+    """A forward that hides its experts' graph is refused; a block that runs again adds its distance once."""
+    from torch.utils.checkpoint import checkpoint
+
+    student = of_transformers("mixtral", vocab_size=16, max_position_embeddings=512)
+    teacher = of_transformers("mixtral", vocab_size=16, max_position_embeddings=512).requires_grad_(False)
+    with torch.no_grad():
+        for one in teacher.parameters():
+            one.mul_(1.1)
+    tokens = torch.randint(0, 16, (2, 5))
+    with expert_distances(student, teacher) as distance:
+        student(tokens)
+        plain = float(distance().detach())
+        for block in student.model.layers:
+            block.forward = lambda x, f=block.forward, **more: checkpoint(
+                partial(f, **more), x, use_reentrant=reentrant
+            )
+        if reentrant:
+            with pytest.raises(BadInput, match="use_reentrant"):
+                student(tokens)
+            return
+        logits, apart = student(tokens).logits, distance()
+        (logits.sum() + apart).backward()
+        assert plain > 0 and float(apart.detach()) == pytest.approx(plain) and not distance().requires_grad

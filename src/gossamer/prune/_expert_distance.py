@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,12 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
     """Yield a function that returns D of the student's last forward in this context, with its graph, once.
 
     The teacher is a model of the same structure, frozen by the caller; its experts alone run. A forward without
-    gradients adds nothing. Raises BadInput for a model without experts, and for a teacher that has others.
+    gradients adds nothing, and a block that is run again during backward adds nothing then. Raises BadInput for a model
+    without experts, for a teacher that has others, and in a forward that hides the graph of its experts.
     """
-    distances: list[Tensor] = []
+    distances = _Distances()
     with ExitStack() as stack:
-        handle = student.register_forward_pre_hook(lambda *_: distances.clear())
+        handle = student.register_forward_pre_hook(lambda *_: distances.begin())
         stack.callback(handle.remove)
         pairs = 0
         for at in fused_experts(student):
@@ -52,12 +54,42 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
                 key="prune",
             )
 
-        def taken() -> Tensor:
-            found = torch.stack(distances).sum() if distances else torch.zeros(())
-            distances.clear()  # a graph is held no longer than its loss
-            return found
+        yield distances.taken
 
-        yield taken
+
+@dataclass(slots=True, eq=False)
+class _Distances:
+    """Distances of a forward of the student. `is_open`: it has begun with gradients, and they are not taken yet."""
+
+    found: list[Tensor] = field(default_factory=list)
+    is_open: bool = False
+
+    def begin(self) -> None:
+        self.found.clear()
+        self.is_open = torch.is_grad_enabled()
+
+    def are_wanted(self, path: str, module: nn.Module) -> bool:
+        """Return whether a call has a graph. Raises BadInput for experts that learn, without one in a forward."""
+        if torch.is_grad_enabled():
+            return True
+        if self.is_open and any(one.requires_grad for one in module.parameters()):
+            raise bad_input(
+                wanted=f"experts in {path} that run with gradients in the forward of a step",
+                got="a forward without them, as of checkpointing with use_reentrant=True",
+                do="turn gradient checkpointing off in the model, or use use_reentrant=False",
+                key="train.loss",
+            )
+        return False
+
+    def add(self, distance: Tensor) -> None:
+        if self.is_open:  # else a block is run again for backward, and its loss is known
+            self.found.append(distance)
+
+    def taken(self) -> Tensor:
+        total = torch.stack(self.found).sum() if self.found else torch.zeros(())
+        self.found.clear()  # a graph is held no longer than its loss
+        self.is_open = False
+        return total
 
 
 def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
@@ -77,22 +109,22 @@ def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
 
 
 def _of_member(
-    path: str, teacher: nn.Module, distances: list[Tensor], expert: nn.Module, args: Any, kwargs: Any, output: Any
+    path: str, teacher: nn.Module, distances: _Distances, expert: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
-    if not torch.is_grad_enabled():
+    if not distances.are_wanted(path, expert):
         return
     if not isinstance(output, Tensor):
         raise unlike(path, expert, "it returns more than one tensor")
     if output.numel():
         with torch.no_grad():
             wanted = teacher(*args, **kwargs)
-        distances.append(_mean_square(output, wanted))
+        distances.add(_mean_square(output, wanted))
 
 
 def _of_fused(
-    at: FusedExperts, other: FusedExperts, distances: list[Tensor], module: Any, args: Any, kwargs: Any, output: Tensor
+    at: FusedExperts, other: FusedExperts, distances: _Distances, module: Any, args: Any, kwargs: Any, output: Tensor
 ) -> None:
-    if not torch.is_grad_enabled():
+    if not distances.are_wanted(at.path, module):
         return
     hidden, chosen, _ = routed(at, args, kwargs)
     for number in sorted(set(chosen.flatten().tolist())):
@@ -100,7 +132,7 @@ def _of_fused(
         x = hidden[tokens]
         with torch.no_grad():
             wanted = expert_output(other, number, x)
-        distances.append(_mean_square(expert_output(at, number, x), wanted))
+        distances.add(_mean_square(expert_output(at, number, x), wanted))
 
 
 def _mean_square(one: Tensor, other: Tensor) -> Tensor:
