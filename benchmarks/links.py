@@ -43,7 +43,8 @@ def main() -> None:
     asked = arguments()
     methods = chosen(asked.methods, asked.exchange)
     rounds: list[Any] = []
-    kept = Kept(asked.cache / ("rounds_quick.json" if asked.quick else "rounds.json"))
+    name = "quick" if asked.quick else asked.record  # rounds of one record take turns: none is from another sweep
+    kept = Kept(asked.cache / f"rounds_{name}.json")
     pace = Pace(asked.steps, asked.warm, asked.budget, asked.alternations, len(os.sched_getaffinity(0)), asked.model)
     for group in link_groups(asked):
         rounds += run(turns(methods, group, pace), kept, commit(), say)

@@ -63,7 +63,7 @@ def with_losses(
 ) -> tuple[list[dict[str, Any]], dict[int, float]]:
     """The rows with their losses; and by hosts the target: the loss of dense, and `margin` of it more."""
     targets = {
-        hosts: (1 + margin) * found[key]["final_loss"]
+        hosts: (1 + margin) * found[key]["last_on_the_way"]
         for hosts, model in {(r["hosts"], r["model"]) for r in rows}
         if (key := Subject("dense", hosts, model=model).key()) in found
     }

@@ -93,6 +93,7 @@ def _summary(lr: float, found: list[dict[str, Any]]) -> dict[str, Any]:
         "lr": lr,
         "final_losses": [round(x, 5) for x in finals],
         "final_loss": mean(finals),
+        "last_on_the_way": mean(f["curve"][-1][1] for f in found),  # over the sequences of the curves
         "curves": [f["curve"] for f in found],
         "sent_bytes": [f["sent_bytes"] for f in found if "sent_bytes" in f],
     }

@@ -73,7 +73,7 @@ def turns(methods: list[Method], links: list[Link], pace: Pace) -> Iterator[Turn
         for method, link in paired[:: 1 if turn % 2 == 0 else -1]:  # who goes first alternates
             yield _turn(method, link, pace, max(2, each), turn)
         yield _turn(ALONE, free, pace, max(2, each), turn)
-        for method, link in [(m, link) for link in links for m in again]:
+        for method, link in [(m, link) for link in links if link != free for m in again]:
             yield _turn(method, link, pace, max(2, each), turn)
         for method, link in once[turn :: pace.alternations]:
             yield _turn(method, link, pace, pace.steps, 0)

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gossamer.ops.cut_cross_entropy import cut_bytes, cut_cross_entropy
 from savers import Row
+from savers._allocator import allocator_peak
 
 TOKENS, QUICK_TOKENS, WORDS, WIDTH = 4096, 1024, 65_536, 256
 REPEATS, QUICK_REPEATS = 5, 3
@@ -71,7 +72,7 @@ def _measured(ways: dict[tuple[str, str], Way], tokens: int, repeats: int) -> It
     for name, way in ways.items():  # also warms up
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             known[name] = _step(way, hidden, weight, labels)
-        peaks[name] = _peak(seen)
+        peaks[name] = allocator_peak(seen)
     seconds: dict[tuple[str, str], list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -108,14 +109,3 @@ def _step(way: Way, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tens
     leaves = [one.detach().requires_grad_() for one in (hidden, weight)]
     loss = way(leaves[0], leaves[1], labels)
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
-
-
-def _peak(seen: profile) -> int:
-    """Return the largest sum of the bytes that the allocator has given and taken."""
-    assert seen.profiler is not None and seen.profiler.kineto_results is not None
-    records = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
-    held = most = 0
-    for one in sorted(records, key=lambda record: record.start_ns()):
-        held += one.nbytes()
-        most = max(most, held)
-    return most

@@ -31,6 +31,7 @@ from gossamer.saver.recompute import Recompute
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 from savers import Row
+from savers._allocator import allocator_peak
 
 _SIZES = {"n_embd": 384, "n_layer": 10, "n_head": 6}
 _VOCABULARY, _SEQUENCE, _ROWS = 8192, 128, 4
@@ -115,17 +116,7 @@ def _trained(module: nn.Module, config: RunConfig, plan: Plan, data: Batches, st
         seconds.append(time.perf_counter() - began)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watch:
         one(1 + steps)
-    return _peak(watch), median(seconds[1:]), last
-
-
-def _peak(watch: Any) -> int:
-    """Return the most bytes that were allocated at one time while the profiler watched."""
-    events = [e for e in watch.profiler.kineto_results.events() if e.name() == "[memory]"]
-    there = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        there += event.nbytes()
-        most = max(most, there)
-    return most
+    return allocator_peak(watch), median(seconds[1:]), last
 
 
 def _data() -> Batches:

@@ -21,6 +21,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
 }
 VOCABULARY = 257
+LLAMA: dict[str, Any] = {  # as run.yaml has it, large enough for blocks that differ in memory
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def batch(rows: int = 2, sequence: int = 16, seed: int = 0) -> dict[str, Tensor]:

@@ -21,19 +21,10 @@ from gossamer.partition.request import PartitionRequest
 from gossamer.run.batches import DatasetBatches
 from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
-from model.tiny import batch
+from model.tiny import LLAMA, batch
 from saver.test_recompute_budget_in_stages import looked_at as staged
 
 MIB = 1 << 20
-LLAMA = {
-    "vocab_size": 257,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 MANY_WORDS = {**LLAMA, "vocab_size": 20_000, "num_hidden_layers": 1}
 FITS = "none: the run fits without: "
 USUAL = ProcessBase.usual()

@@ -15,21 +15,11 @@ from gossamer.job.link_forecast import Cure, HostLinks, told_of_common, told_of_
 from gossamer.job.memory_forecast import MemoryForecast, RankMemory
 from gossamer.launch.ssh_link import SshLink, measure_link
 from gossamer.spec.config import RunConfig
+from model.tiny import LLAMA
 
 GIB = 1 << 30
 NONE = dict.fromkeys(RankMemory.__dataclass_fields__, 0)
-MODEL = {
-    "hf": "llama",
-    "config": {
-        "vocab_size": 257,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    },
-}
+MODEL = {"hf": "llama", "config": LLAMA}
 
 
 @pytest.fixture(scope="module")

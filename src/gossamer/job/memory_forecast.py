@@ -7,7 +7,7 @@ interpreter, its libraries, what the allocator cannot use) is measured, not coun
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from math import prod
@@ -25,7 +25,7 @@ from gossamer.pipeline.from_plan import schedule_of
 from gossamer.pipeline.schedule import StageCosts
 from gossamer.pipeline.schedule_tasks import cost_of_schedule
 from gossamer.recipe import Recipe
-from gossamer.run.batches import Feed
+from gossamer.run.batches import Feed, RankBatch
 from gossamer.run.staged_model import Forward, StagedModel, boundary_of
 from gossamer.sharding import ElementBytes, Holding, RowPartition, UnshardOrder, bytes_of, holdings, shapes_of
 from gossamer.sharding.tiers import Tiers
@@ -139,39 +139,44 @@ class _Parts:
         plan, asked = self.planned.plan, self.planned.asked
         run = Forward(asked.objective, precision_of(asked.config.train.precision), torch.device("cpu"))
         groups = [] if self.cut is None else [self._units_of(part) for part in self.cut.parts]
-        by_rows = dict[int, GhostStep]()
-        found = dict[int, GhostStep]()
+
+        def ghost(batch: RankBatch) -> GhostStep:
+            savers, in_stages = self.recipe.methods.savers, self.cut is not None
+            one = saving(run, savers, units=plan.units, batch=batch, in_stages=in_stages)
+            return ghost_step(self.module, one, groups=groups, has_backward=self.has_gradients)
+
         try:
-            for replica in range(plan.mesh.replica):
-                rows = -(-plan.rows[replica] // plan.microbatches[replica])
-                if rows not in by_rows:
-                    batch = Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows
-                    one = saving(
-                        run, self.recipe.methods.savers, units=plan.units, batch=batch, in_stages=self.cut is not None
-                    )
-                    by_rows[rows] = ghost_step(self.module, one, groups=groups, has_backward=self.has_gradients)
-                found[replica] = by_rows[rows]
+            return self._by_replica(ghost), ""
         except BadInput as error:
             return {}, f"activations are not counted: {error.message}"
-        return found, ""
 
     def rough_ghosts(self) -> Mapping[int, GhostStep]:
         """Return a generous ghost of the largest micro-batch of every replica, as if each stage were the whole model.
 
         Raises what the user's data raise.
         """
-        plan, asked = self.planned.plan, self.planned.asked
         shapes = [p.shape for p in self.module.parameters() if p.dim() > 1]
         outputs = sum(max(shape[:2]) for shape in shapes)
         scores = sum(max(1, min(shape) // _WIDTH_OF_SCORES) for shape in shapes if len(shape) == 2)
         stages = 1 if self.cut is None else len(self.cut.parts)
-        found = dict[int, GhostStep]()
-        for replica in range(plan.mesh.replica):
-            batch = Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows
+
+        def ghost(batch: RankBatch) -> GhostStep:
             places = max((t.numel() for t in batch.values()), default=0)
             longest = max((max(t.shape[1:], default=1) for t in batch.values()), default=1)  # such as a sequence
             kept = _FLOAT * places * _ROUGHLY * (outputs + scores * longest)
-            found[replica] = GhostStep(kept=(kept,) * stages, passing=(0,) * stages, small=1.0)
+            return GhostStep(kept=(kept,) * stages, passing=(0,) * stages, small=1.0)
+
+        return self._by_replica(ghost)
+
+    def _by_replica(self, made: Callable[[RankBatch], GhostStep]) -> Mapping[int, GhostStep]:
+        """Return what is made of the largest micro-batch of every replica, once for replicas with as many rows."""
+        plan, asked = self.planned.plan, self.planned.asked
+        by_rows, found = dict[int, GhostStep](), dict[int, GhostStep]()
+        for replica in range(plan.mesh.replica):
+            rows = -(-plan.rows[replica] // plan.microbatches[replica])
+            if rows not in by_rows:
+                by_rows[rows] = made(Feed(asked.batches, plan, replica, asked.config.train.seed).fetch(0)[0].rows)
+            found[replica] = by_rows[rows]
         return found
 
     def _units_of(self, part: StageSpec) -> frozenset[str]:

@@ -39,7 +39,22 @@ class Course:
     momentum: float = 0.0
 
 
-class Distillation(Loss):
+class LabelsLoss(Loss):
+    """A loss that is that of the labels where its teacher is not there."""
+
+    __slots__ = ()
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        return labels_loss(batch)(output, batch)
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return labels_loss(batch).weight(batch)
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return labels_loss(batch).predictions(output, batch)
+
+
+class Distillation(LabelsLoss):
     """A loss with a teacher, whose settings `Kl` explains.
 
     `is_adaptive`: its `Course` changes with the loss of every step.
@@ -82,15 +97,6 @@ class Distillation(Loss):
     def after(self, course: Course, *, loss: float, done: int, total: int) -> Course:
         """Return the course after a step whose loss on all ranks was `loss`, the `done`-th of `total`."""
         return course
-
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch)(output, batch)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch).weight(batch)
-
-    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return labels_loss(batch).predictions(output, batch)
 
 
 def labels_loss(batch: Mapping[str, Tensor]) -> Loss:

@@ -9,19 +9,14 @@ which one makes both terms equal on the first rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from gossamer.loss import Loss
-from gossamer.loss._distillation import labels_loss
+from gossamer.loss._distillation import LabelsLoss
 from gossamer.spec.validate import positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertDistillation(Loss):
+class ExpertDistillation(LabelsLoss):
     """The loss of the labels, and how far the experts are from those of the model that was pruned.
 
     teacher        that model: the folder of a run or of a Hugging Face model, or a GGUF file
@@ -36,12 +31,3 @@ class ExpertDistillation(Loss):
 
     def __post_init__(self) -> None:
         positive("expert_weight", self.expert_weight)
-
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch)(output, batch)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch).weight(batch)
-
-    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return labels_loss(batch).predictions(output, batch)

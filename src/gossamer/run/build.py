@@ -25,7 +25,6 @@ from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.evaluation_point import EvaluationPoint
-from gossamer.run.expert_loss import ExpertTaughtLoss
 from gossamer.run.forward import Pipeline
 from gossamer.run.goal import Goal
 from gossamer.run.initial_values import check_initial
@@ -44,7 +43,7 @@ from gossamer.run.step_log import StepLog
 from gossamer.run.step_reports import StepReports
 from gossamer.run.step_runner import ModelPart, ModelRuntime
 from gossamer.run.step_vectors import StepVectors
-from gossamer.run.teacher import CoursedStep, TaughtLoss
+from gossamer.run.teacher import CoursedStep, Taught, TaughtLoss
 from gossamer.run.text_sampling import Logits, Sampler
 from gossamer.run.tiers import TieredStep, remarks_of, tiers_of
 from gossamer.run.time_limit import TimeLimit
@@ -103,7 +102,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     adversarial = _adversarial(given)
     attacked = None if adversarial is None else adversarial.state
     taught = engine.objective if isinstance(engine.objective, TaughtLoss) else None
-    course = engine.objective.course if isinstance(engine.objective, TaughtLoss | ExpertTaughtLoss) else None
+    course = engine.objective.course if isinstance(engine.objective, Taught) else None
     around.saver.contents = contents_of(
         parts, around.saver.progress, states, replica, apart, scaling, watch, attacked, course
     )

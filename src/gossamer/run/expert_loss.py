@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.loss import Loss
 from gossamer.loss.expert_distillation import ExpertDistillation
-from gossamer.run.teacher import CourseState
+from gossamer.run.teacher import CourseState, Taught
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ExpertTaughtLoss(Loss):
+class ExpertTaughtLoss(Taught):
     """An expert-wise distillation whose teacher's experts run under hooks in the student.
 
     `distance`: how far the experts are apart in the newest forward with a graph; `course`: which teacher it is, for
@@ -27,12 +26,3 @@ class ExpertTaughtLoss(Loss):
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         return self.inner(output, batch).float() + self.inner.expert_weight * self.distance()
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.inner.weight(batch)
-
-    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.inner.predictions(output, batch)
-
-    def evaluated(self) -> Loss:
-        return self.inner

@@ -70,8 +70,25 @@ class CourseState:
         return "; ".join(notes)
 
 
+class Taught(Loss):
+    """A loss with its teacher in place; `inner`: it without, which judges the model; `course`: for checkpoints."""
+
+    __slots__ = ()
+    inner: Loss
+    course: CourseState
+
+    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.inner.weight(batch)
+
+    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.inner.predictions(output, batch)
+
+    def evaluated(self) -> Loss:
+        return self.inner
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TaughtLoss(Loss):
+class TaughtLoss(Taught):
     """A distillation with its teacher; None: batches hold what was kept of it. `width`: logits of the teacher;
     `words`: those that count, None: all; `computes`: whether this rank has the last stage; others have no logits, and
     no use for a teacher. `hidden`: the match of hidden states, None without one.
@@ -133,15 +150,6 @@ class TaughtLoss(Loss):
 
         losses = by_token(student, value, tile=inner.tile_tokens)
         return temperature**2 * losses.sum() / max(count, 1)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.inner.weight(batch)
-
-    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.inner.predictions(output, batch)
-
-    def evaluated(self) -> Loss:
-        return self.inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

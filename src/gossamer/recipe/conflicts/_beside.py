@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gossamer.recipe.recipe import Recipe
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 
 
@@ -46,6 +47,16 @@ ADVERSARIAL = Beside(
 )
 
 
-def first_beside(recipe: Recipe, table: Iterable[Beside]) -> tuple[str, str] | None:
-    """Return (wanted, got) of the first line of which something is there; None where nothing is."""
-    return next(((one.wanted, one.got(recipe)) for one in table if one.is_there(recipe)), None)
+def refused_beside(
+    recipe: Recipe, table: Iterable[Beside], *, why: str = "", beside: str = "", do: str, key: str
+) -> BadInput | None:
+    """Return an error for the first line of which something is there, None where nothing is.
+
+    `why`: follows what is wanted; `beside`: what is there; `do`: leaving that out. `key`: of the method.
+    """
+    found = next((one for one in table if one.is_there(recipe)), None)
+    if found is None:
+        return None
+    return bad_input(
+        wanted=f"{found.wanted}{why}", got=f"{found.got(recipe)}{beside}", do=f"leave that out, or {do}", key=key
+    )

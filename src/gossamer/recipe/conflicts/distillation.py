@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gossamer.loss.expert_distillation import ExpertDistillation
 from gossamer.loss.hidden import Hidden, distillation_in
-from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, first_beside
+from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
@@ -122,13 +122,11 @@ def hidden_states_alone(recipe: Recipe) -> BadInput | None:
     """Return an error for a match of hidden states beside what keeps blocks elsewhere, or runs them otherwise."""
     if not isinstance(recipe.loss_of(recipe.config), Hidden):
         return None
-    if (found := first_beside(recipe, _BESIDE_HIDDEN)) is None:
-        return None
-    wanted, got = found
-    return bad_input(
-        wanted=f"{wanted}, as the loss hidden reads what blocks return",
-        got=got,
-        do="leave that out, or use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
+    return refused_beside(
+        recipe,
+        _BESIDE_HIDDEN,
+        why=", as the loss hidden reads what blocks return",
+        do="use the distillation of outputs alone (train.loss: {kl: {teacher: FOLDER}})",
         key=_KEY,
     )
 
@@ -145,12 +143,10 @@ def experts_alone(recipe: Recipe) -> BadInput | None:
             do="write train.loss: {expert_distillation: {teacher: FOLDER}}",
             key=_KEY,
         )
-    if (found := first_beside(recipe, _BESIDE_EXPERTS)) is None:
-        return None
-    wanted, got = found
-    return bad_input(
-        wanted=f"{wanted}, as the loss expert_distillation reads what experts return",
-        got=got,
-        do="leave that out, or set train.loss to next_token",
+    return refused_beside(
+        recipe,
+        _BESIDE_EXPERTS,
+        why=", as the loss expert_distillation reads what experts return",
+        do="set train.loss to next_token",
         key=_KEY,
     )

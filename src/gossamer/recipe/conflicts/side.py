@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gossamer.loss._distillation import Distillation
 from gossamer.model import side as sides
-from gossamer.recipe.conflicts._beside import ADVERSARIAL, COMPILED, STAGES, first_beside
+from gossamer.recipe.conflicts._beside import ADVERSARIAL, COMPILED, STAGES, refused_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -22,15 +22,8 @@ def side_alone(recipe: Recipe) -> BadInput | None:
     """Return an error for a side network beside something that it cannot work with."""
     if recipe.config.model.side == "none":
         return None
-    if (found := first_beside(recipe, _OTHERS)) is None:
-        return None
-    wanted, got = found
-    return bad_input(
-        wanted=wanted,
-        got=f"{got} with model.side {told(recipe.config.model.side)}",
-        do="leave that out, or use model.adapter",
-        key=sides.KEY,
-    )
+    named = f" with model.side {told(recipe.config.model.side)}"
+    return refused_beside(recipe, _OTHERS, beside=named, do="use model.adapter", key=sides.KEY)
 
 
 def tokens_with_loss(recipe: Recipe) -> BadInput | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gossamer.recipe.conflicts._beside import COMPILED, SHARDED, STAGES, Beside, first_beside
+from gossamer.recipe.conflicts._beside import COMPILED, SHARDED, STAGES, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.saver.activation_swap import ActivationSwap
 from gossamer.saver.recompute import Recompute
 from gossamer.saver.tiling import Tiling
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig, told
 
 _OF_ANY = (STAGES, SHARDED)
@@ -46,7 +46,4 @@ def supernet_alone(recipe: Recipe) -> BadInput | None:
 
 
 def _beside(recipe: Recipe, table: tuple[Beside, ...], what: str, instead: str, key: str) -> BadInput | None:
-    if (found := first_beside(recipe, table)) is None:
-        return None
-    wanted, got = found
-    return bad_input(wanted=f"{wanted}, with {what}", got=got, do=f"leave that out, or {instead}", key=key)
+    return refused_beside(recipe, table, why=f", with {what}", do=instead, key=key)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gossamer.exchange.dense import Dense
-from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, first_beside
+from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 
 _OTHERS = (
@@ -53,12 +53,6 @@ def tiers_alone(recipe: Recipe) -> BadInput | None:
     """Return an error for states in tiers beside a method that needs them in memory."""
     if not recipe.sharding.is_tiered:
         return None
-    if (found := first_beside(recipe, _OTHERS)) is None:
-        return None
-    wanted, got = found
-    return bad_input(
-        wanted=f"{wanted}, with model states in tiers",
-        got=got,
-        do="leave that out, or leave plan.sharding at none",
-        key="plan.sharding",
+    return refused_beside(
+        recipe, _OTHERS, why=", with model states in tiers", do="leave plan.sharding at none", key="plan.sharding"
     )
