@@ -178,8 +178,12 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 @contextmanager
 def pump_of(seat: Seat, model: Planned) -> Iterator[CommThread]:
     levels = levels_of(model.plan)
-    pump = CommThread(ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=20.0)))
+    store = seat.store()
+    pump = CommThread(ProcessGroupChannel(Rendezvous(store, seat.rank, levels, interface="lo", timeout_s=20.0)))
     try:
+        # A proof may send nothing at all: a rank that left then would end the others' joining.
+        store.set(f"joined/{seat.rank}", "")
+        store.wait([f"joined/{rank}" for rank in range(seat.ranks)])
         yield pump
     finally:
         pump.close()
