@@ -131,6 +131,10 @@ class Snapshot:
         """Restore the state: the same objects in the same places."""
         self.record.put_back()
 
+    def is_current(self) -> bool:
+        """Return whether the present state is known to be this one; False where that cannot be told."""
+        return self.record.is_current()
+
     def _keep(self, held: Any) -> Iterator[Any]:
         """Note how to restore `held`, and yield the objects that it refers to."""
         if (compiled := getattr(held, "_torchdynamo_orig_callable", None)) is not None or isinstance(
@@ -186,6 +190,13 @@ class Snapshot:
         hooks = {name: getattr(held, name, None) for name in _HOOKS}
         kept = {name: dict(one) if one else {} for name, one in hooks.items()}
 
+        def is_other() -> bool:
+            if held.requires_grad != needs or (held.is_leaf and held.grad is not grad):
+                return True
+            if any(dict(getattr(held, name, None) or {}) != was for name, was in kept.items()):
+                return True
+            return held.shape != alias.shape or _address(held) != _address(alias)
+
         def put_back() -> None:
             if held.is_leaf and held.grad is not grad:
                 held.grad = grad
@@ -200,6 +211,7 @@ class Snapshot:
                 held.data = alias
 
         self.record.note_restore(put_back)
+        self.record.note_other(is_other)
         if grad is not None:
             self.gradients.append(grad)
         if own := {n: x for n, x in getattr(held, "__dict__", {}).items() if not n.startswith("_")}:
@@ -208,9 +220,13 @@ class Snapshot:
     def _object(self, held: Any) -> Iterator[Any]:
         """Yield the attributes of an object."""
         if isinstance(own := getattr(held, "__dict__", None), dict) and not isinstance(held, Tensor):
+            self.record.note_other(lambda: held.__dict__ is not own)
             yield own
         slots = [n for kind in type(held).__mro__ for n in _listed(vars(kind).get("__slots__", ())) if n != "__dict__"]
-        names = [n for n in slots if n != "__weakref__" and hasattr(held, n)]
+        slots = [n for n in slots if n != "__weakref__"]
+        names = [n for n in slots if hasattr(held, n)]
+        if empty := [n for n in slots if n not in names]:
+            self.record.note_other(lambda: any(hasattr(held, n) for n in empty))
         for name in names:
             yield from self._attribute(held, name)
 

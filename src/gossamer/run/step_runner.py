@@ -19,7 +19,7 @@ from gossamer.model.precision import Precision
 from gossamer.model.side_effects import gradless
 from gossamer.model.split.dataflow import CallOutput
 from gossamer.model.split.in_flight import InFlight
-from gossamer.model.split.recompute import InPlaceWrites, nothing_saved, once_more, python_of
+from gossamer.model.split.recompute import InPlaceWrites, LastPython, nothing_saved, once_more
 from gossamer.model.unit_seeds import UnitSeeds
 from gossamer.pipeline.p2p import StageBoundary, StepP2P
 from gossamer.run.batches import MicroBatch, RankBatch
@@ -91,6 +91,7 @@ class UnsplitModel(ModelPart):
 
     engine: ModelRuntime
     _writes: InPlaceWrites = field(default_factory=InPlaceWrites)
+    _python: LastPython = field(default_factory=LastPython)
 
     def boundary(self, rows: RankBatch) -> StageBoundary:
         return StageBoundary()
@@ -105,12 +106,11 @@ class UnsplitModel(ModelPart):
         if keep_graph:
             return InFlight({}, {}, run())
         module = self.engine.module
-        python = python_of(module)
+        python = self._python.of(module)
         with nothing_saved():
             loss, buffers = self._writes.run(again, module, python)
-        return InFlight(
-            {}, {}, loss.detach(), partial(once_more, lambda: InFlight({}, {}, again()), module, buffers, python)
-        )
+        anew = partial(once_more, lambda: InFlight({}, {}, again()), module, buffers, python, self._python)
+        return InFlight({}, {}, loss.detach(), anew)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

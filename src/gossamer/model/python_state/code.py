@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from gossamer.model.python_state.record import GONE, StateRecord
@@ -47,6 +47,7 @@ class CodeReader:
                 continue
             was = {n: self.record.kept(x) for n, x in vars(kind).items() if not n.startswith("__")}
             self.record.note_restore(functools.partial(_restore_class, kind, was))
+            self.record.note_other(functools.partial(_has_more, kind, was))
             self.record.at = f"the class {kind.__qualname__}", None
             for name, value in was.items():
                 self.record.note_value(name, value, functools.partial(vars(kind).get, name, GONE))
@@ -61,6 +62,7 @@ class CodeReader:
             try:
                 was = self.record.kept(cell.cell_contents)
             except ValueError:  # not filled yet
+                self.record.note_other(functools.partial(_is_filled, cell))
                 continue
             self.record.note_restore(functools.partial(setattr, cell, "cell_contents", was))
             self.record.at = f"a variable around {held.__qualname__}", None
@@ -86,6 +88,18 @@ class CodeReader:
             self.record.name(was, (f"the global {name}", None))
             if was is not missing:
                 yield was
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _has_more(kind: type, was: Mapping[str, Any]) -> bool:
+    return any(name not in was and not name.startswith("__") for name in vars(kind))
 
 
 def _restore_class(kind: type, was: Mapping[str, Any]) -> None:

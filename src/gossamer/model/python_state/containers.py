@@ -72,10 +72,13 @@ class ContainerReader:
             mine = root if not is_attributes else (root[0], str(key)) if root else None
             self.record.name(value, (f"{name}.{key}" if name else str(key), mine))
 
+        def is_other() -> bool:
+            return len(held) != len(items) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(held.items(), items, strict=True)
+            )
+
         def put_back() -> None:
-            if len(held) != len(items) or not all(
-                a is c and b is d for (a, b), (c, d) in zip(held.items(), items, strict=True)
-            ):
+            if is_other():
                 kind = collections.OrderedDict if isinstance(held, collections.OrderedDict) else dict
                 kind.clear(held)
                 kind.update(held, items)
@@ -89,14 +92,17 @@ class ContainerReader:
                     yield Difference(f"{name}.{key}" if name else str(key), mine, before, now, holder)
 
         self.record.note_restore(put_back)
-        self.record.note_comparison(compare)
+        self.record.note_comparison(compare, is_other)
         yield from (value for _, value in items)
 
     def _list(self, held: Any) -> Iterator[Any]:
         items = [self.record.kept(value) for value in held]
 
+        def is_other() -> bool:
+            return len(held) != len(items) or any(a is not b for a, b in zip(held, items, strict=True))
+
         def put_back() -> None:
-            if len(held) != len(items) or not all(a is b for a, b in zip(held, items, strict=True)):
+            if is_other():
                 kind = list if isinstance(held, list) else collections.deque
                 kind.clear(held)
                 kind.extend(held, items)
@@ -109,7 +115,7 @@ class ContainerReader:
                     yield Difference(f"{name} (a {type(held).__name__})", root, before, now, held)
 
         self.record.note_restore(put_back)
-        self.record.note_comparison(compare)
+        self.record.note_comparison(compare, is_other)
         yield from items
 
     def _set(self, held: set[Any]) -> Iterator[Any]:
@@ -134,6 +140,7 @@ class ContainerReader:
                 held.update(items)
 
         self.record.note_state(held, lambda: not _are_same(items, [*held.items()]))
+        self.record.note_other(lambda: True)  # a record that outlives its forward would keep the values alive
         self.record.note_restore(put_back)
         yield from (value for _, value in items)
 

@@ -42,6 +42,7 @@ class StateRecord:
     paths: dict[int, tuple[str, Root | None]] = field(default_factory=dict)  # path and attribute of each object found
     _put_back: list[PutBack] = field(default_factory=list)
     _compare: list[Callable[[], Iterator[Difference]]] = field(default_factory=list)
+    _is_other: list[Callable[[], bool]] = field(default_factory=list)
     _copied: dict[int, Any] = field(default_factory=dict)  # iterators
 
     def put_back(self) -> None:
@@ -54,6 +55,13 @@ class StateRecord:
         for one in self._compare:
             yield from one()
 
+    def is_current(self) -> bool:
+        """Return whether the present state is known to be the recorded one, down to the order in dicts.
+
+        False where that cannot be told, or where the record can be restored only once, as of iterators.
+        """
+        return not self._copied and not any(is_other() for is_other in self._is_other)
+
     def name(self, held: Any, at: tuple[str, Root | None]) -> None:
         """Note the path and module attribute of an object, unless it was found elsewhere before."""
         self.paths.setdefault(id(held), at)
@@ -62,9 +70,14 @@ class StateRecord:
         """Note how to restore a piece of state."""
         self._put_back.append(put_back)
 
-    def note_comparison(self, compare: Callable[[], Iterator[Difference]]) -> None:
-        """Note how to compare a piece of state."""
+    def note_comparison(self, compare: Callable[[], Iterator[Difference]], is_other: Callable[[], bool]) -> None:
+        """Note how to compare a piece of state; `is_other` is for `is_current`."""
         self._compare.append(compare)
+        self._is_other.append(is_other)
+
+    def note_other(self, is_other: Callable[[], bool]) -> None:
+        """Note how to tell for `is_current` that a piece of state is another, which is no difference by itself."""
+        self._is_other.append(is_other)
 
     def note_state(self, held: Any, is_other: Callable[[], bool]) -> None:
         """Note that the inner state of `held` differs from now where `is_other` says so."""
@@ -74,7 +87,7 @@ class StateRecord:
             if is_other():
                 yield Difference(f"{name} (a {type(held).__name__})", root, held, held, held)
 
-        self._compare.append(compare)
+        self.note_comparison(compare, is_other)
 
     def note_value(self, name: str, was: Any, now: Callable[[], Any], holder: Any = None) -> None:
         """Note that `name` of the present object has the value `was`, to compare with the value `now`."""
@@ -84,7 +97,7 @@ class StateRecord:
             if not is_same(was, found := now()):
                 yield Difference(f"{owner}.{name}" if owner else name, root, was, found, holder)
 
-        self._compare.append(compare)
+        self.note_comparison(compare, lambda: not is_same(was, now()))
 
     def kept(self, value: Any) -> Any:
         """Return the value to restore: itself, or a copy of an iterator, which only advances."""
@@ -112,4 +125,6 @@ def is_same(before: Any, now: Any) -> bool:
     """Return whether two values are the same: one object, or equal plain values. Iterators are compared elsewhere."""
     if before is now or (is_iterator(before) and type(before) is type(now)):
         return True
-    return isinstance(before, PLAIN) and type(before) is type(now) and (before == now or before != before)
+    if not isinstance(before, PLAIN) or type(before) is not type(now):
+        return False
+    return repr(before) == repr(now) if isinstance(before, float | complex) else before == now  # -0.0 is not 0.0

@@ -29,7 +29,7 @@ from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.later_effects import LaterEffects, changes_python
 from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.pytree import flatten
-from gossamer.model.split.recompute import copy_buffers, detached, nothing_saved, once, once_more, python_of
+from gossamer.model.split.recompute import LastPython, copy_buffers, detached, nothing_saved, once, once_more
 from gossamer.model.split.saved_copies import copies_of, memory_of_names
 from gossamer.model.split.split_points import StageSpec, canonical_names, check_late, end_of
 from gossamer.model.split.stale_attributes import StaleAttributes
@@ -53,7 +53,7 @@ class StageModule:
     ) -> None:
         self.module, self.flow, self.part = module, flow, part
         self.names = canonical_names(module)
-        self._absence = StageAbsence(part.stage)
+        self._absence, self._python = StageAbsence(part.stage), LastPython()
         self._hindsight: BackwardPython | None = None
         self._stale = StaleAttributes(module, self._refuse_stale)
         mine = {call.unit for call in flow.calls[part.low : part.high]} if part.high - part.low < flow.end else set()
@@ -107,10 +107,10 @@ class StageModule:
         received = {v: tensors[v] for v in self.part.receives}
         forward = functools.partial(self._way_of, self.flow, self.part, run, received)
         held = {path for path, name in self.names.items() if name in self.part.holds}
-        buffers, python = copy_buffers(self.module, held, self.flow.parameters.written), python_of(self.module)
+        buffers, python = copy_buffers(self.module, held, self.flow.parameters.written), self._python.of(self.module)
         with nothing_saved(), once(self.module, python, buffers):
             live = self._forward(run, tensors, is_saved=False)
-        again = functools.partial(once_more, forward, self.module, buffers, python)
+        again = functools.partial(once_more, forward, self.module, buffers, python, self._python)
         return InFlight({}, detached(live.sent), detached(live.result), again)
 
     def _way_of(
