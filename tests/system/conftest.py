@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from gossamer.cli import main
 from system.command import Done, Place, eventually
 
 
@@ -29,6 +31,25 @@ def policed(folder: Path) -> Iterator[Place]:
 def place(tmp_path: Path) -> Iterator[Place]:
     """A folder with a corpus; no process started in it survives the test."""
     yield from policed(tmp_path / "place")
+
+
+@pytest.fixture
+def here(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Done]]:
+    """The command in this process, for what is refused: to start a process takes longer than to refuse."""
+    monkeypatch.chdir(place.folder)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the working directory
+
+    def run(*argv: str | Path) -> Done:
+        code = main([*map(str, argv)])
+        return Done(code, *capfd.readouterr())
+
+    yield run
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(str(place.folder)):
+            del sys.modules[name]
 
 
 @dataclass(frozen=True)
