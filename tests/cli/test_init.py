@@ -83,7 +83,14 @@ def started(*words: str, here: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pretrain", marks=pytest.mark.nightly), "two_sites", "finetune"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("pretrain", marks=pytest.mark.nightly),
+        pytest.param("two_sites", marks=pytest.mark.nightly),
+        "finetune",
+    ],
+)
 def test_its_configuration_trains_as_it_is(kind: str, here: Path) -> None:
     main(["init", kind])
     shorter = ["train.steps=2", "train.evaluate_sequences=4", 'train.sample_prompt=""']

@@ -83,6 +83,7 @@ def test_every_layout_trains_the_same_adapter(pool: Pool, tmp_path: Path, base: 
     assert losses(tmp_path) == pytest.approx(by_peft(base, "lora", STEPS)[0], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_the_proof_sees_both_factors(pool: Pool, tmp_path: Path, base: str) -> None:
     """B starts at 0, and with it the gradient of A: the proof moves the weights before it compares."""
     ranks, sections = WAYS["stages"]

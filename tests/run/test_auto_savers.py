@@ -143,6 +143,7 @@ def test_recompute_within_what_the_machine_has_left(
     assert named.savers == plan.savers, "the same as the budget by name"
 
 
+@pytest.mark.nightly
 def test_where_nothing_is_enough_the_figure_and_todays_advice_are_there(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_of_two_machines_that_with_less_memory_decides() -> None:
     assert not none.fits and none.planned.plan.savers == () and "no exact saver" in none.message
 
 
+@pytest.mark.nightly
 def test_named_savers_and_none_are_left_as_they_are(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_machine(monkeypatch, 100 * MIB)
     for savers in ("none", ["fp8_activations"]):

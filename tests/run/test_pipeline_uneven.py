@@ -113,7 +113,9 @@ def test_bytes_are_those_forecast(pool, tmp_path: Path, stages: list[list[int]])
     assert [step["wire_bytes"] for step in records(tmp_path, "step")] == [mine] * 3
 
 
-@pytest.mark.parametrize("stages", [[[0, 1], [2]], [[0], [1, 2, 3], [4]]], ids=str)
+@pytest.mark.parametrize(
+    "stages", [[[0, 1], [2]], pytest.param([[0], [1, 2, 3], [4]], marks=pytest.mark.nightly)], ids=str
+)
 def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path, stages: list[list[int]]) -> None:
     straight = trained(pool, tmp_path / "whole", stages, dropout=0.2)
     trained(pool, tmp_path / "halves", stages, dropout=0.2, until=3)

@@ -58,7 +58,7 @@ def test_other_ranks_hold_the_same_states_bit_for_bit(pool: Pool, tmp_path: Path
         assert again.keys() == first.keys() and all(torch.equal(again[one], first[one]) for one in first)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param("adamw_8bit", marks=pytest.mark.nightly), "coat"])
 def test_a_stopped_run_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     whole = run(pool, tmp_path / "whole", 2, name, "zero2")
     run(pool, tmp_path / "parts", 2, name, "zero2", until=2)
@@ -88,6 +88,7 @@ def test_states_of_another_rule_are_refused(pool: Pool, tmp_path: Path, before: 
     assert code[before] in answer["error"] and code[after] in answer["error"]
 
 
+@pytest.mark.nightly
 def test_islands_keep_states_of_their_own(pool: Pool, tmp_path: Path) -> None:
     islands = {"islands": [[0, 1], [2, 3]]}
     given = {"plan": APART, "machines": islands, "steps": 6}

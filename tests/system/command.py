@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gossamer.cli import main
 from gossamer.process.spawn import process_state
 
 GOSSAMER = (sys.executable, "-m", "gossamer")
@@ -177,6 +180,33 @@ class Place:
     def living(self) -> set[int]:
         """Processes that have this folder among their arguments."""
         return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid)}
+
+
+@dataclass(frozen=True)
+class InThisProcess:
+    """The command in the tests' own process: to start another takes longer than most commands do."""
+
+    monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str]
+
+    def run(self, place: Place, *argv: str | Path) -> Done:
+        with self.monkeypatch.context() as changed:
+            changed.chdir(place.folder)
+            changed.setenv("COLUMNS", "200")
+            changed.setattr(sys, "path", [*sys.path])  # the command adds the working directory
+            self.capfd.readouterr()
+            try:
+                return Done(main([*map(str, argv)]), *self.capfd.readouterr())
+            finally:
+                for name, module in [*sys.modules.items()]:
+                    if str(getattr(module, "__file__", None) or "").startswith(str(place.folder)):
+                        del sys.modules[name]
+
+    def good(self, place: Place, *argv: str | Path) -> Done:
+        """As `run`, for what must succeed."""
+        done = self.run(place, *argv)
+        assert done.code == 0, done.out[-3000:] + done.err[-3000:]
+        return done
 
 
 def ended(process: subprocess.Popen[str], *, within_s: float = 300.0) -> Done:

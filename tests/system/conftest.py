@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from gossamer.cli import main
-from system.command import Done, Place, eventually
+from system.command import Done, InThisProcess, Place, eventually
 
 
 def policed(folder: Path) -> Iterator[Place]:
@@ -34,22 +32,9 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 @pytest.fixture
-def here(
-    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., Done]]:
-    """The command in this process, for what is refused: to start a process takes longer than to refuse."""
-    monkeypatch.chdir(place.folder)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the working directory
-
-    def run(*argv: str | Path) -> Done:
-        code = main([*map(str, argv)])
-        return Done(code, *capfd.readouterr())
-
-    yield run
-    for name, module in [*sys.modules.items()]:
-        if str(getattr(module, "__file__", None) or "").startswith(str(place.folder)):
-            del sys.modules[name]
+def inside(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> InThisProcess:
+    """The command in the tests' own process, for what starts no ranks or is refused."""
+    return InThisProcess(monkeypatch, capfd)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gossamer.store.checkpoint import latest_good
-from system.command import GOSSAMER, SIZES, Done, Place, ended, eventually, losses, records
+from system.command import GOSSAMER, SIZES, Done, InThisProcess, Place, ended, eventually, losses, records
 from system.conftest import Trained
 
 
@@ -116,11 +116,11 @@ TABLE = [
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case.name.replace(" ", "-") for case in TABLE])
-def test_what_the_user_gave_is_refused_in_one_message(place: Place, here: Callable[..., Done], case: Case) -> None:
+def test_what_the_user_gave_is_refused_in_one_message(place: Place, inside: InThisProcess, case: Case) -> None:
     config = place.config(**case.changes)
     case.before(place)
     files = [] if case.argv and not ("=" in case.argv[0] or case.argv[0].startswith("--")) else [config]
-    said = one_message(here("train", *files, *case.argv))
+    said = one_message(inside.run(place, "train", *files, *case.argv))
     for piece in case.says:
         assert piece in said
     assert not place.runs(), "a run that never began leaves no folder"

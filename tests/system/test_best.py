@@ -9,7 +9,7 @@ import pytest
 import gossamer
 from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
-from system.command import Place, records
+from system.command import InThisProcess, Place, records
 
 pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
 
@@ -35,15 +35,18 @@ def trained(place: Place) -> Path:
     return run
 
 
-def test_the_best_is_found_by_name_and_a_run_that_ended_early_says_so(place: Place) -> None:
+def test_the_best_is_found_by_name_and_a_run_that_ended_early_says_so(place: Place, inside: InThisProcess) -> None:
     run = trained(place)
     steps = list_checkpoints(run / "checkpoints")
     assert steps == (6, 2)
-    latest, best = place.good("sample", run, "the "), place.good("sample", run, "the ", "--checkpoint", "best")
+    latest, best = (
+        inside.good(place, "sample", run, "the "),
+        inside.good(place, "sample", run, "the ", "--checkpoint", "best"),
+    )
     assert "the checkpoint of step 6; the best one is of step 2" in latest.err
     assert "this is the best checkpoint, of step 2" in best.err
     assert gossamer.load(run, checkpoint="best").step == 2 and gossamer.load(run).step == 6
-    place.good("export", run, place.folder / "out", "--to", "hf", "--checkpoint", "2")
+    inside.good(place, "export", run, place.folder / "out", "--to", "hf", "--checkpoint", "2")
     with pytest.raises(BadInput, match=r"--checkpoint: wanted the step of a checkpoint that is there, got 4.*: 6, 2"):
         gossamer.load(run, checkpoint=4)
 
@@ -63,11 +66,11 @@ def test_the_best_is_found_by_name_and_a_run_that_ended_early_says_so(place: Pla
     assert open_checkpoint(run / "checkpoints", 4).meta["watch"]["early_stop"]["waited"] == 1
 
 
-def test_a_run_without_a_best_says_which_steps_there_are(place: Place) -> None:
+def test_a_run_without_a_best_says_which_steps_there_are(place: Place, inside: InThisProcess) -> None:
     place.config(train={"steps": 2})
     place.good("train", "run.yaml")
     (run,) = place.runs()
-    done = place.run("sample", run, "the ", "--checkpoint", "best")
+    done = inside.run(place, "sample", run, "the ", "--checkpoint", "best")
     assert done.code == 2 and "wanted a run that keeps its best checkpoint (train.keep_best)" in done.err + done.out
     done = place.run("resume", run, "train.steps=4", "--checkpoint", "newest")
     assert done.code == 2 and "wanted latest, best or the step of a checkpoint, got 'newest'" in done.err + done.out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 import gossamer
 from gossamer.job.training_data import of_factory
 from gossamer.spec.errors import BadInput
-from system.command import Done, Place, losses
+from system.command import InThisProcess, Place, losses
 
 CODE = """
 import torch
@@ -98,10 +97,10 @@ def test_a_run_is_resumed_and_loaded_without_any_text(place: Place, monkeypatch:
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(
-    place: Place, here: Callable[..., Done], told: dict[str, Any], said: str
+    place: Place, inside: InThisProcess, told: dict[str, Any], said: str
 ) -> None:
     (place.folder / "own.yaml").write_text(json.dumps(settings(place, **told)))
-    done = here("train", "own.yaml")
+    done = inside.run(place, "train", "own.yaml")
     assert done.code == 2 and said in done.err, done.err
 
 

@@ -22,7 +22,7 @@ from gossamer.spec.records import Record, Step
 from gossamer.store.checkpoint import save_attempt
 from gossamer.view.run_directory import RunDirectory
 from gossamer.view.run_lock import check_free
-from system.command import Place, ended, eventually, records
+from system.command import InThisProcess, Place, ended, eventually, records
 
 ROWS = [{"input_ids": torch.arange(8) + i, "labels": torch.arange(8) + i} for i in range(8)]
 
@@ -178,14 +178,15 @@ def test_a_stop_or_a_kill_after_the_end_was_written_down_is_no_failure(place: Pl
     assert "done at step 4" in done.out
 
 
-def test_a_run_that_is_being_trained_is_left_alone(place: Place) -> None:
+def test_a_run_that_is_being_trained_is_left_alone(place: Place, inside: InThisProcess) -> None:
     (place.folder / "hold").write_text("3")
     config = place.config(model={"factory": "watched:make"}, machines={"processes": 1})
     process = place.start("train", config)
     eventually(lambda: (place.folder / "held-0").exists() or process.poll() is not None, "it is held")
     (run,) = place.runs()
     before = (run / "run.yaml").read_bytes(), (run / "records.jsonl").read_bytes()
-    for refused in (place.run("resume", run, "train.steps=3"), place.run("train", config, "--resume", "auto")):
+    for argv in (("resume", run, "train.steps=3"), ("train", config, "--resume", "auto")):
+        refused = inside.run(place, *argv)
         assert refused.code == 2
         assert f"is being trained by process {process.pid} on host" in refused.err
     assert before == ((run / "run.yaml").read_bytes(), (run / "records.jsonl").read_bytes())

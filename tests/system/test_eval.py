@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import gossamer
 from data.chats import chat_file, turns
 from gossamer.spec.errors import BadInput
-from system.command import SIZES, Place, records
+from system.command import SIZES, InThisProcess, Place, records
 from system.test_chats import settings
 
 pytestmark = pytest.mark.nightly  # whole runs by the command line, minutes in all; their parts are tested in tests/run
@@ -96,12 +96,14 @@ def test_an_exported_folder_and_gguf_file_have_the_loss_of_their_run(place: Plac
     assert of_run["labels"] == of_folder["labels"] == of_gguf["labels"]
 
 
-def test_it_answers_from_any_folder_in_a_table_and_in_json(place: Place, run: Path, tmp_path: Path) -> None:
+def test_it_answers_from_any_folder_in_a_table_and_in_json(
+    place: Place, run: Path, tmp_path: Path, inside: InThisProcess
+) -> None:
     (tmp_path / "notes.txt").write_text("seven green stones")
     for words in ((), (str(tmp_path / "notes.txt"),)):
-        told = place.good("eval", run.resolve(), *words, "--json").last()
+        told = inside.good(place, "eval", run.resolve(), *words, "--json").last()
         assert told["model"] == str(run.resolve()) and told["loss"] > 0
-    done = place.good("eval", run, "corpus/0.txt", "corpus/1.txt")
+    done = inside.good(place, "eval", run, "corpus/0.txt", "corpus/1.txt")
     assert [line.split()[0] for line in done.out.splitlines()[1:]] == ["text", "corpus/0.txt", "corpus/1.txt", "all"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import gossamer
 from gossamer.spec.errors import BadInput
-from system.command import SIZES, WORDS, Place
+from system.command import SIZES, WORDS, InThisProcess, Place
 
 pytest.importorskip("lm_eval")
 
@@ -122,14 +122,14 @@ def test_every_figure_is_that_of_the_harness_on_the_exported_weights(here: Place
         assert mine == theirs.generate_until(asked("generate_until", asks))
 
 
-def test_the_command_shows_what_the_harness_finds(here: Place) -> None:
+def test_the_command_shows_what_the_harness_finds(here: Place, inside: InThisProcess) -> None:
     import lm_eval
 
     here.good("train", here.config(model=LLAMA))
     (run,) = here.runs()
     gossamer.export(run, "hf")
     names = ["choice.yaml", "rolling.yaml", "generated.yaml"]
-    told = here.good("eval", run, "--tasks", ",".join(names), "--json").last()
+    told = inside.good(here, "eval", run, "--tasks", ",".join(names), "--json").last()
     theirs = lm_eval.simple_evaluate(
         model="hf", model_args={"pretrained": "hf"}, tasks=names, device="cpu", log_samples=False
     )["results"]
@@ -137,22 +137,22 @@ def test_the_command_shows_what_the_harness_finds(here: Place) -> None:
     assert len(told["tasks"]) == 6 and (told["step"], told["sequence"]) == (4, 64)
     for one in told["tasks"]:
         assert one["value"] == pytest.approx(theirs[one["task"]][f"{one['metric']},{one['filter']}"], rel=1e-5), one
-    folder = here.good("eval", "hf", "--tasks", "choice.yaml", "--sequences", "5", "--shots", "1")
+    folder = inside.good(here, "eval", "hf", "--tasks", "choice.yaml", "--sequences", "5", "--shots", "1")
     lines = folder.out.splitlines()
     assert lines[1].split() == ["task", "metric", "value", "+-", "examples", "shots"]
     assert lines[2].split()[0] == "local_choice" and lines[2].split()[-2:] == ["5", "1"]
 
 
-def test_what_is_no_task_is_refused(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_task_is_refused(here: Place, monkeypatch: pytest.MonkeyPatch, inside: InThisProcess) -> None:
     with pytest.raises(BadInput, match="did you mean 'arc_easy'"):
         gossamer.evaluate_on_tasks("runs/none", ["arc_eazy"])
-    done = here.run("eval", "runs/none", "text.txt", "--tasks", "arc_easy")
+    done = inside.run(here, "eval", "runs/none", "text.txt", "--tasks", "arc_easy")
     assert done.code == 2 and "wanted tasks alone" in done.err
-    done = here.run("eval", "runs/none", "--shots", "2")
+    done = inside.run(here, "eval", "runs/none", "--shots", "2")
     assert done.code == 2 and "--shots with --tasks" in done.err
     (here.folder / "away.yaml").write_text(TASKS["choice"].replace("FOLDER/questions", "nowhere/questions"))
     here.good("train", here.config(model=LLAMA))
-    done = here.run("eval", here.runs()[0], "--tasks", "away.yaml")
+    done = inside.run(here, "eval", here.runs()[0], "--tasks", "away.yaml")
     assert done.code == 2 and "the data of the tasks cannot be read" in done.err, done.err
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 import gossamer
 from gossamer.api import verbs
-from system.command import SIZES, Done, Place, ended, eventually, losses, records
+from system.command import SIZES, Done, InThisProcess, Place, ended, eventually, losses, records
 from system.conftest import Trained
 
 
@@ -45,18 +45,20 @@ def test_metered_bytes_are_the_forecast(trained: Trained) -> None:
     assert all(step["wire_bytes"] == forecast for step in records(trained.run, "step"))
 
 
-def test_a_run_is_listed_compared_and_reported_by_a_part_of_its_name(trained: Trained, place: Place) -> None:
+def test_a_run_is_listed_compared_and_reported_by_a_part_of_its_name(
+    trained: Trained, place: Place, inside: InThisProcess
+) -> None:
     copy, other = (trained.copy(place.folder / "runs" / name) for name in ("20261125-copy", "20261125-other"))
     (start,) = records(copy, "start")
     (manifest,) = (copy / "checkpoints").glob("step-00000006/manifest.json")
     assert start["data_fingerprint"] == json.loads(manifest.read_text())["body"]["parts"][0]["meta"]["data"]
     assert start["machine"]["host"] == socket.gethostname() and start["machine"]["device"] == "cpu"
-    assert [run["outcome"] for run in place.good("runs", "--json").last()["runs"]] == ["done", "done"]
-    said = place.good("compare", "other", "runs/20261125-copy", "--json").last()
+    assert [run["outcome"] for run in inside.good(place, "runs", "--json").last()["runs"]] == ["done", "done"]
+    said = inside.good(place, "compare", "other", "runs/20261125-copy", "--json").last()
     assert said["is_same_data"] is True and said["warnings"] == said["differences"] == [] and said["at"] == 6
-    told = place.good("report", "copy", "--json").last()
+    told = inside.good(place, "report", "copy", "--json").last()
     assert Path(place.folder, told["html"]) == copy / "report.html" and Path(place.folder, told["markdown"]).is_file()
-    assert place.good("sample", "other", "a", "--json").last()["prompt"] == "a"
+    assert inside.good(place, "sample", "other", "a", "--json").last()["prompt"] == "a"
     assert other.is_dir()
 
 
@@ -185,6 +187,8 @@ def test_ctrl_c_does_not_wait_for_a_round_of_islands(place: Place) -> None:
 
 def test_ctrl_c_twice_stops_now(place: Place) -> None:
     process = held(place, watched(place, steps=14))
+    (run,) = place.runs()
+    eventually(lambda: (run / "checkpoints" / "step-00000005").is_dir(), "the checkpoint of step 5")
     os.killpg(process.pid, signal.SIGINT)
     assert process.stderr is not None
     assert "ask once more" in process.stderr.readline()
@@ -194,23 +198,22 @@ def test_ctrl_c_twice_stops_now(place: Place) -> None:
     assert "before a new checkpoint was saved" in stopped.err
     assert "Traceback" not in stopped.err
     eventually(lambda: not place.living(), "the end of all processes")
-    (run,) = place.runs()
     assert sorted(p.name for p in (run / "checkpoints").iterdir() if not p.name.startswith(".")) == ["step-00000005"]
 
 
-def test_sample_goes_on_with_a_text(trained: Trained) -> None:
-    said = trained.place.good("sample", trained.run, "stone river", "--max-new-tokens", "12", "--json").last()
+def test_sample_goes_on_with_a_text(trained: Trained, inside: InThisProcess) -> None:
+    said = inside.good(trained.place, "sample", trained.run, "stone river", "--max-new-tokens", "12", "--json").last()
     assert said["prompt"] == "stone river"
     assert said["text"]
 
 
 def test_the_export_loads_in_transformers_and_is_never_overwritten(
-    trained: Trained, place: Place, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, place: Place, monkeypatch: pytest.MonkeyPatch, inside: InThisProcess
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     target = place.folder / "exported"
-    trained.place.good("export", trained.run, "--to", "hf", target)
+    inside.good(trained.place, "export", trained.run, "--to", "hf", target)
     ids = torch.arange(24).view(2, 12) * 7 % 257
     monkeypatch.chdir(trained.place.folder)
     with torch.no_grad():
@@ -219,7 +222,7 @@ def test_the_export_loads_in_transformers_and_is_never_overwritten(
     assert torch.equal(ours, theirs)
 
     before = {file: file.stat().st_mtime_ns for file in target.iterdir()}
-    again = place.run("export", trained.run, "--to", "hf", target)
+    again = inside.run(place, "export", trained.run, "--to", "hf", target)
     assert again.code == 2
     assert f"{target} exists already" in again.err
     assert "Traceback" not in again.err

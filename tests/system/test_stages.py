@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gossamer.api import verbs
-from system.command import Place, losses, records
+from system.command import InThisProcess, Place, losses, records
 from system.conftest import Trained, policed
 
 
@@ -37,19 +37,19 @@ def test_it_was_proved_before_its_first_step(staged: Trained) -> None:
     assert (staged.run / "proved.json").exists()
 
 
-def test_one_process_goes_on_with_a_text(staged: Trained) -> None:
-    said = staged.place.good("sample", staged.run, "stone river", "--max-new-tokens", "12", "--json").last()
+def test_one_process_goes_on_with_a_text(staged: Trained, inside: InThisProcess) -> None:
+    said = inside.good(staged.place, "sample", staged.run, "stone river", "--max-new-tokens", "12", "--json").last()
     assert said["prompt"] == "stone river"
     assert said["text"]
 
 
 def test_the_export_holds_what_every_stage_has_learnt(
-    staged: Trained, trained: Trained, place: Place, monkeypatch: pytest.MonkeyPatch
+    staged: Trained, trained: Trained, place: Place, monkeypatch: pytest.MonkeyPatch, inside: InThisProcess
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     target = place.folder / "exported"
-    staged.place.good("export", staged.run, "--to", "hf", target)
+    inside.good(staged.place, "export", staged.run, "--to", "hf", target)
     exported = AutoModelForCausalLM.from_pretrained(target).eval()
     monkeypatch.chdir(staged.place.folder)
     ours = verbs.load(staged.run).module

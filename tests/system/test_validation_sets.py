@@ -11,7 +11,7 @@ import pytest
 import gossamer
 from data.chats import chat_file, turns
 from gossamer.spec.errors import BadInput
-from system.command import Place, records
+from system.command import InThisProcess, Place, records
 from system.test_chats import settings as chat_settings
 from system.test_data_factory import settings as factory_settings
 
@@ -58,7 +58,9 @@ def run(place: Place, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
-def test_the_best_checkpoint_can_be_evaluated_spoken_with_and_exported(place: Place, run: Path) -> None:
+def test_the_best_checkpoint_can_be_evaluated_spoken_with_and_exported(
+    place: Place, run: Path, inside: InThisProcess
+) -> None:
     for checkpoint, step in (("best", 2), ("latest", 6), (2, 2)):
         reported = {one["name"]: one["loss"] for one in records(run, "evaluation") if one["step"] == step}
         found = gossamer.evaluate(run, checkpoint=checkpoint)
@@ -67,11 +69,11 @@ def test_the_best_checkpoint_can_be_evaluated_spoken_with_and_exported(place: Pl
         assert {one["text"]: one["reported_loss"] for one in found["texts"]} == reported
         assert found["reported_loss"] is None, "there are several"
         assert gossamer.chat(run, checkpoint=checkpoint).step == step
-    told = place.good("eval", run, "--checkpoint", "best")
+    told = inside.good(place, "eval", run, "--checkpoint", "best")
     assert "for asked" in told.out and "this is the best checkpoint, of step 2" in told.err
-    said = place.good("chat", run, "--checkpoint", "best", "--prompt", "stone", "--max-new-tokens", "3")
+    said = inside.good(place, "chat", run, "--checkpoint", "best", "--prompt", "stone", "--max-new-tokens", "3")
     assert "this is the best checkpoint, of step 2" in said.err
-    place.good("export", run, "best", "--to", "hf", "--checkpoint", "best")
+    inside.good(place, "export", run, "best", "--to", "hf", "--checkpoint", "best")
     files = ["asked.jsonl", "corpus/0.txt"]
     of_run, of_folder = gossamer.evaluate(run, files, checkpoint=2), gossamer.evaluate("best", files, sequence=256)
     assert of_folder["loss"] == pytest.approx(of_run["loss"], rel=1e-6)
