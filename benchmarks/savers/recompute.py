@@ -32,10 +32,12 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.plan import Plan
 from savers import Row
 from savers._allocator import allocator_peak
+from savers._resident import resident_peak
 
 _SIZES = {"n_embd": 384, "n_layer": 10, "n_head": 6}
 _VOCABULARY, _SEQUENCE, _ROWS = 8192, 128, 4
 _CPU = torch.device("cpu")
+_GPT2 = Hf("gpt2", {**_SIZES, "n_positions": _SEQUENCE})
 
 
 def rows(*, quick: bool = False) -> Iterator[Row]:
@@ -51,25 +53,43 @@ def rows(*, quick: bool = False) -> Iterator[Row]:
         yield measured([{"recompute": {"budget": f"{budget:.0f}B"}}], f"budget {budget / 2**20:.0f} MiB", steps)
 
 
-def measured(savers: list[Any], what: str, steps: int, *, peer: str = "", method: str = "recompute") -> Row:
-    """Return the row of some savers: peak of activations as planned and as measured, seconds of a step, loss."""
-    module = Hf("gpt2", {**_SIZES, "n_positions": _SEQUENCE}).fitted_to_tokenizer(_VOCABULARY, _SEQUENCE).build(0)
+def measured(
+    savers: list[Any],
+    what: str,
+    steps: int,
+    *,
+    peer: str = "",
+    method: str = "recompute",
+    model: Hf = _GPT2,
+    precision: str = "fp32",
+    is_resident: bool = False,
+) -> Row:
+    """Return the row of some savers: peak of activations as planned and as measured, seconds of a step, loss.
+
+    `is_resident`: the peak is one of resident memory, as the profiler sees no allocation of another thread.
+    """
+    module = model.fitted_to_tokenizer(_VOCABULARY, _SEQUENCE).build(0)
     config = RunConfig.model_validate(
-        {"train": {"batch": _ROWS, "accumulate": 1}, "plan": {"savers": savers}, "machines": {"threads": 1}}
+        {
+            "train": {"batch": _ROWS, "accumulate": 1, "precision": precision},
+            "plan": {"savers": savers},
+            "machines": {"threads": 1},
+        }
     )
     objective, data = loss.build("next_token"), _data()
     asked = PartitionRequest(config=config, ranks=1, rank=0, batches=data, objective=objective, device=_CPU)
     plan = planned(ModuleSource(module), asked).plan
     methods, batch = PlanMethods.of(plan), data.batch(data.first(_ROWS))
-    forward = Forward(objective, precision_of("fp32"), _CPU)
+    forward = Forward(objective, precision_of(precision), _CPU)
     ghost = ghost_of_units(module, saving(forward, methods.savers, units=plan.units, batch=batch), plan.units)
-    peak, seconds, last = _trained(module, config, plan, data, steps)
+    peak, seconds, last = _trained(module, config, plan, data, steps, is_resident=is_resident)
+    told = "resident memory" if is_resident else "the events of torch's CPU allocator"
     parameters = sum(p.numel() for p in module.parameters())
     return Row(
         method=method,
         peer=peer,
-        setting=f"{what}; gpt2 of {parameters / 1e6:.1f} M parameters, {_ROWS} x {_SEQUENCE} tokens, fp32, one thread; "
-        "peak of a forward and backward pass by the events of torch's CPU allocator",
+        setting=f"{what}; {model.of} of {parameters / 1e6:.1f} M parameters, {_ROWS} x {_SEQUENCE} tokens, "
+        f"{precision}, one thread; peak of a forward and backward pass by {told}",
         peak_bytes=peak,
         planned_peak_bytes=ghost.peak,
         step_s=round(seconds, 4),
@@ -83,7 +103,9 @@ def _units(methods: PlanMethods, module: nn.Module, plan: Plan) -> list[str]:
     return [name for names in chosen for name in names]
 
 
-def _trained(module: nn.Module, config: RunConfig, plan: Plan, data: Batches, steps: int) -> tuple[int, float, float]:
+def _trained(
+    module: nn.Module, config: RunConfig, plan: Plan, data: Batches, steps: int, *, is_resident: bool
+) -> tuple[int, float, float]:
     """Return the peak of the last step above what was there before it, median seconds of a step, and the last loss."""
     torch.set_num_threads(1)
     parts = Parts(
@@ -114,6 +136,8 @@ def _trained(module: nn.Module, config: RunConfig, plan: Plan, data: Batches, st
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         seconds.append(time.perf_counter() - began)
+    if is_resident:
+        return resident_peak(lambda: one(1 + steps)), median(seconds[1:]), last
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as watch:
         one(1 + steps)
     return allocator_peak(watch), median(seconds[1:]), last

@@ -101,11 +101,16 @@ class ActivationSwap(Saver):
             return Installed(remove=_Units(module, names, ToNowhere(host, least)).remove, objective=site.objective)
         store = self._store(TierAccount("host", host))
 
+        try:
+            units = _Units(module, names, ToStore(store, least))
+        except BaseException:
+            store.close()
+            raise
+
         def remove() -> None:
             units.remove()
             store.close()
 
-        units = _Units(module, names, ToStore(store, least))
         try:
             told = self._settled(units, site, store)
         except BaseException:
