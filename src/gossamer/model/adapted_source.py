@@ -58,7 +58,8 @@ class AdaptedSource(WrappedSource):
         self.adapter.place_masks(module, self.start, names)
 
     def base_digest(self, seed: int) -> str:
-        return digest([self.inner.fingerprint(), None if self.inner.has_weights else seed])
+        base = [self.inner.fingerprint(), None if self.inner.has_weights else seed]
+        return digest(base, self.adapter.files())
 
     def fingerprint(self) -> str:
-        return digest([self.inner.fingerprint(), self.written])
+        return digest([self.inner.fingerprint(), self.written], self.adapter.files())
