@@ -1,4 +1,4 @@
-"""QFA on integers of a folder (`gossamer quantize --bits 2,3,4`): whose they are, subnets bit for bit, what is refused."""
+"""QFA on integers of a folder (`gossamer quantize --bits 2,3,4`): whose they are, subnets bit for bit, refusals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def logits(module: nn.Module) -> Tensor:
 def test_the_integers_of_a_width_are_those_of_a_model_quantized_to_it_alone(place: Path, tmp_path: Path) -> None:
     supernet, plain = (origin_of(section(place, integers=one)).build(0) for one in (str(place / "integers"), ""))
     said = json.loads((place / "said.json").read_text())
-    assert said["file_bytes"] == sum(one.stat().st_size for one in ()) + sum(
+    assert said["file_bytes"] == sum(
         layer.held(bits).weight_blocks.nbytes + layer.held(bits).weight_scales.nbytes  # type: ignore[union-attr]
         for layer in qfa_layers(supernet).values()
         for bits in (2, 3, 4)
@@ -136,6 +136,8 @@ def test_a_folder_that_does_not_fit_is_refused(place: Path, tmp_path: Path) -> N
             origin_of(section(place, **given)).build(0)
         assert caught.value.key == "model.adapter.qfa.integers"
     origin_of(section(place, integers=str(tmp_path / "few"), targets=["q_proj"])).build(0)
+    with pytest.raises(BadInput, match=r"with the model.dtype of its weights"):
+        origin_of(section(place).model_copy(update={"dtype": "bfloat16"})).build(0)
     model = model_in(tmp_path / "model", "llama", {**SIZES, "intermediate_size": 72}, seed=1)
     other = section(place).model_copy(update={"hf": str(model)})
     with pytest.raises(BadInput, match=r"got other values in model.embed_tokens.weight"):

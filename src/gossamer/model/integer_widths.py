@@ -81,7 +81,8 @@ def layer_integers(
 
 def _blocks(folder: IntegersFolder, name: str, format: Packed, weight: Tensor) -> Blocks:
     codes, scales = folder.tensor(f"{name}.{_CODES}"), folder.tensor(f"{name}.{_SCALES}")
-    like = format.empty(*weight.shape, device=torch.device("meta"))
+    rows, columns = weight.shape
+    like = format.empty(rows, columns, torch.device("meta"))
     assert like.scales is not None
     for wanted, found in ((like.codes, codes), (like.scales, scales)):
         if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):
