@@ -194,4 +194,7 @@ def test_the_command_says_size_and_losses_of_each_width(place: Path, tmp_path: P
     assert [one["bits"] for one in found] == [2, 8]
     two, eight = (abs(one["loss_after"] - one["loss_before"]) for one in found)
     assert eight < two and found[0]["bytes_after"] < found[1]["bytes_after"] < made.data["bytes_before"]
-    assert f"{found[0]['loss_after']:.5f}" in made.text and f"{{qfa: {{integers: {out}}}}}" in made.text
+    assert (
+        f"{found[0]['loss_after']:.5f}" in made.text
+        and f"{{qfa: {{integers: {out}, group: 32, widths: [2, 8]}}}}" in made.text
+    )

@@ -165,10 +165,13 @@ def _told_of_widths(data: Mapping[str, Any]) -> str:
     for one in widths:
         said += [f"note: {one['bits']} bits: {name}: {what}" for name, what in _remarks(one["layers"])]
     if data["out"] is not None:
-        said.append(
-            f"{data['out']} is written ({show_bytes(data['file_bytes'])}): train on {data['model']} with "
-            f"model.adapter {{qfa: {{integers: {data['out']}}}}}"
-        )
+        is_run = data["step"] is not None
+        base = f"what gossamer export {data['model']} writes" if is_run else data["model"]
+        said += [
+            f"{data['out']} is written ({show_bytes(data['file_bytes'])})",
+            f"next: train on {base} with model.adapter "
+            f"{{qfa: {{integers: {data['out']}, group: {data['group']}, widths: {[one['bits'] for one in widths]}}}}}",
+        ]
     return "\n".join(said)
 
 
