@@ -69,7 +69,7 @@ def test_the_integers_of_a_width_are_those_of_a_model_quantized_to_it_alone(plac
     supernet, plain = (origin_of(section(place, integers=one)).build(0) for one in (str(place / "integers"), ""))
     said = json.loads((place / "said.json").read_text())
     assert said["file_bytes"] == sum(
-        layer.held(bits).weight_blocks.nbytes + layer.held(bits).weight_scales.nbytes  # type: ignore[union-attr]
+        layer.held(bits).weight_blocks.nbytes + layer.held(bits).weight_scales.nbytes  # type: ignore[union-attr, misc]
         for layer in qfa_layers(supernet).values()
         for bits in (2, 3, 4)
     )
@@ -108,12 +108,16 @@ def test_a_subnet_computes_what_the_supernet_does_bit_for_bit_also_from_its_fold
     assert torch.equal(logits(again), expected)
 
 
-def test_other_integers_are_another_base(place: Path, tmp_path: Path) -> None:
+def test_other_integers_are_another_base(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(place / "integers", tmp_path / "integers")
     given = str(tmp_path / "integers")
     before = origin_of(section(place)).base_digest(0)
     assert origin_of(section(place, integers=given)).base_digest(0) == before  # moved, not changed
     assert origin_of(section(place, integers="")).base_digest(0) != before
+    monkeypatch.chdir(place)
+    near = origin_of(section(place, integers="integers"))
+    monkeypatch.chdir(tmp_path / "integers")  # as after a run was read in its own folder
+    assert near.base_digest(0) == before
     file = tmp_path / "integers" / "integers.json"
     file.write_text(file.read_text().replace('"calibration_tokens": ', '"calibration_tokens": 1'))
     assert origin_of(section(place, integers=given)).base_digest(0) != before
@@ -174,7 +178,7 @@ def test_several_widths_that_are_refused_before_anything_is_computed(place: Path
         ((2, 4), {"out": tmp_path / "out.gguf"}, "name a folder"),
         ((2, 4), {"out": place / "integers"}, "which exists"),
     ):
-        given = {"out": tmp_path / "out", **more}
+        given: dict[str, Any] = {"out": tmp_path / "out", **more}
         with pytest.raises(BadInput, match=said):
             quantized(place / "model", bits, **given)
     with pytest.raises(BadInput, match="calibration text"):

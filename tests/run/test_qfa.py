@@ -80,7 +80,7 @@ def test_a_run_on_integers_of_a_folder_goes_on_with_them_and_with_no_others(
     file = tmp_path / "integers" / "integers.json"
     file.write_text(file.read_text().replace('"method": "gptq"', '"method": "other"'))
     (refused,) = pool.attempt("run.adapter_jobs:train", 1, steps=3, resume=True, **given)
-    assert refused["kind"] == "BadInput" and "on the base with digest" in refused["error"]
+    assert refused["kind"] == "BadInput" and "qfa's integers) and adapter" in refused["error"]
 
 
 def by_gptq(base: str, batch: dict[str, torch.Tensor]) -> IntegersContent:
