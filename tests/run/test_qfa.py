@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,21 @@ from safetensors.torch import load_file
 
 from gossamer.api import verbs
 from gossamer.model.adapter import adapter_tensors
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.integer_widths import integers_of, weight_checksums
 from gossamer.model.origin import origin_of
+from gossamer.model.unit_seeds import unit_seeds
+from gossamer.model.units import unit_names
+from gossamer.quantize import build
+from gossamer.quantize.model.layers import Calibration, quantize_layers
+from gossamer.run.batches import DatasetBatches, Feed
 from gossamer.run.checkpoint import read_model
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
+from gossamer.store.integers_folder import IntegersContent, write_integers
 from pool import Pool
+from run.adapter_jobs import LR, Rows
 from run.test_adapters import WAYS, base, losses
 
 __all__ = ["base"]
@@ -51,6 +62,57 @@ def test_ranks_sample_the_same_widths_and_train_the_same_adapters(
     assert all(torch.allclose(one[name], other[name], atol=2e-4) for name in one)
     stored = [name for file in (tmp_path / "one").glob("checkpoints/*/*.safetensors") for name in load_file(file)]
     assert not any("held_" in name for name in stored)  # the integers follow from the base
+
+
+def test_a_run_on_integers_of_a_folder_goes_on_with_them_and_with_no_others(
+    pool: Pool, tmp_path: Path, base: str
+) -> None:
+    feed = Feed(DatasetBatches(Rows()), Plan(rows=(8,), microbatches=(1,)), 0, 0)
+    steps = [feed.fetch(step)[0].rows for step in range(2)]
+    write_integers(tmp_path / "integers", by_gptq(base, steps[0]))
+    adapter = {"qfa": {**QFA["qfa"], "integers": str(tmp_path / "integers")}}
+    given = {"base": base, "adapter": adapter, "sections": {}, "folder": str(tmp_path / "run")}
+    pool.run("run.adapter_jobs:train", 1, steps=1, **given)
+    pool.run("run.adapter_jobs:train", 1, steps=2, resume=True, **given)
+    found = losses(tmp_path / "run")
+    assert found == pytest.approx(in_one_loop(base, adapter, steps), rel=1e-5)
+    assert found[0] != pytest.approx(in_one_loop(base, QFA, steps)[0], rel=1e-4)
+    file = tmp_path / "integers" / "integers.json"
+    file.write_text(file.read_text().replace('"method": "gptq"', '"method": "other"'))
+    (refused,) = pool.attempt("run.adapter_jobs:train", 1, steps=3, resume=True, **given)
+    assert refused["kind"] == "BadInput" and "qfa's integers) and adapter" in refused["error"]
+
+
+def by_gptq(base: str, batch: dict[str, torch.Tensor]) -> IntegersContent:
+    """The integers of all widths, calibrated on one batch."""
+    module = origin_of(ModelSection(hf=base)).build(0)
+    tensors, names = dict[str, torch.Tensor](), list[str]()
+    for bits in (2, 3, 4):
+        made = copy.deepcopy(module)
+        calibration = Calibration(caller=caller_of(made, batch), batches=[batch])
+        report = quantize_layers(made, build({"gptq": {"bits": bits, "group": 32}}), calibration)
+        names = [one.name for one in report.layers]
+        tensors |= integers_of(made, bits)
+    weights = weight_checksums(module)
+    return IntegersContent(
+        tensors=tensors, method="gptq", group=32, widths=(2, 3, 4), layers=names, weights=weights, said={}
+    )
+
+
+def in_one_loop(base: str, adapter: dict[str, Any], steps: list[dict[str, torch.Tensor]]) -> list[float]:
+    """The losses of steps by torch alone."""
+    module = origin_of(ModelSection(hf=base, adapter=adapter)).build(0).train()
+    seeds, found = unit_seeds(module, unit_names(module), seed=0), []
+    trained = [p for p in module.parameters() if p.requires_grad]
+    update = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0, betas=(0.9, 0.95))
+    for step, rows in enumerate(steps):
+        with seeds.at(step, 0):
+            loss = module(**rows, use_cache=False).loss
+        update.zero_grad()
+        loss.backward()
+        update.step()
+        found.append(float(loss.detach()))
+    return found
 
 
 @pytest.mark.nightly

@@ -407,7 +407,7 @@ def quantize(
     source: str | Path,
     *,
     by: Written = "gptq",
-    bits: int = 4,
+    bits: int | Sequence[int] = 4,
     group: int = 64,
     symmetric: bool = False,
     budget: float | None = None,
@@ -423,7 +423,8 @@ def quantize(
 
     source:      a run directory, a Hugging Face folder or a GGUF file, in full precision.
     by:          a method of `gossamer methods quantize`, with its settings or without.
-    bits, group, symmetric: of its integers, unless `by` says them.
+    bits, group, symmetric: of its integers, unless `by` says them. Several bits, such as (2, 3, 4): `out` is a folder
+                 of the integers of each, for the adapter qfa.
     budget:      average bits of the subnet of a run with the adapter qfa; nothing is quantized then.
     data:        text files; none: the training text and the validation sets of the run.
     out:         a new folder or FILE.gguf to write; None: nothing is written.
@@ -432,9 +433,11 @@ def quantize(
     Raises BadInput, CheckpointMismatch.
     """
     from gossamer.job.quantization import QuantizeRequest, quantize_model
+    from gossamer.job.width_quantization import quantize_widths
 
     method = MethodConfig.parse(by, key="--by")
-    given = {"bits": bits, "group": group, "symmetric": symmetric, **method.parameters}
+    one = {"bits": bits} if isinstance(bits, int) else {}
+    given = {**one, "group": group, "symmetric": symmetric, **method.parameters}
     request = QuantizeRequest(
         source=Path(source),
         by={method.name: given},
@@ -446,4 +449,6 @@ def quantize(
         out=None if out is None else Path(out),
         budget=budget,
     )
-    return quantize_model(request, progress)
+    if isinstance(bits, int):
+        return quantize_model(request, progress)
+    return quantize_widths(request, tuple(bits), progress)

@@ -1,4 +1,4 @@
-"""The command `gossamer quantize`: the weights of a trained model in integers of 2 to 8 bits."""
+"""The command `gossamer quantize`: the weights of a trained model in integers of 2 to 8 bits, at one or more widths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gossamer.cli.evaluate import progress_bars
 from gossamer.cli.losses import check_counts, losses_told
 from gossamer.cli.output import CommandResult, Json, table
 from gossamer.settings.written_method import written_method
+from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_bytes, show_seconds
 from gossamer.view.screen import Screen
 
@@ -24,7 +25,7 @@ def quantize(
     /,
     *data: str,
     by: str = "gptq",
-    bits: int = 4,
+    bits: str = "4",
     group: int = 64,
     symmetric: bool = False,
     budget: float | None = None,
@@ -51,7 +52,7 @@ def quantize(
         A method of `gossamer methods quantize`: gptq (needs text) or round_to_nearest; or with its settings as JSON,
         '{"gptq": {"order": "activation"}}'.
     bits
-        Of an integer, 2 to 8.
+        Of an integer, 2 to 8. Several, 2,3,4: --out is a folder of the integers of each, for model.adapter qfa.
     group
         Neighbors in a row that share a scale, a multiple of 8; 0: a whole row.
     symmetric
@@ -74,7 +75,7 @@ def quantize(
         found = verbs.quantize(
             source,
             by=written_method(by, key="--by"),
-            bits=bits,
+            bits=_bits(bits),
             group=group,
             symmetric=symmetric,
             budget=budget,
@@ -89,7 +90,19 @@ def quantize(
     return CommandResult(found, _told(found), is_report=True)
 
 
+def _bits(written: str) -> int | tuple[int, ...]:
+    """Return the bits, or those of several widths. Raises BadInput for what is no number."""
+    try:
+        found = tuple(int(one) for one in written.split(","))
+    except ValueError:
+        do = "write --bits 4, or --bits 2,3,4"
+        raise bad_input(wanted="a number, or several with commas", got=written, do=do, key="--bits") from None
+    return found if len(found) > 1 else found[0]
+
+
 def _told(data: Mapping[str, Any]) -> str:
+    if "widths" in data:
+        return _told_of_widths(data)
     step = "" if data["step"] is None else f", step {data['step']}"
     layers = data["layers"]
     before, after = data["bytes_before"], data["bytes_after"]
@@ -128,6 +141,43 @@ def _told_of_subnet(data: Mapping[str, Any]) -> list[str]:
         losses_told(data["texts"], name_files=_NAME_FILES),
         *_told_of_target(data),
     ]
+
+
+def _told_of_widths(data: Mapping[str, Any]) -> str:
+    step = "" if data["step"] is None else f", step {data['step']}"
+    before, widths = data["bytes_before"], data["widths"]
+    said = [
+        f"{data['model']}{step}, in {show_seconds(data['seconds'])}",
+        f"{len(widths[0]['layers'])} linear layers at {', '.join(str(one['bits']) for one in widths)} bits, "
+        f"{len(data['kept'])} other matrices stay; {show_bytes(before)} in full precision",
+    ]
+    rows: list[Sequence[str]] = [("bits", "per weight", "size", "text", "loss before", "after", "difference")]
+    for one in widths:
+        size = (
+            f"{one['bits']}",
+            f"{one['bits_per_weight']:.2f}",
+            f"{show_bytes(one['bytes_after'])} ({one['bytes_after'] / before:.0%})",
+        )
+        rows += [(*size, *_losses(text)) for text in one["texts"]] or [(*size, "-", "-", "-", "-")]
+    said.append(table(rows, screen=Screen.of()))
+    if not widths[0]["texts"]:
+        said.append(f"no text: the loss was not measured ({_NAME_FILES})")
+    for one in widths:
+        said += [f"note: {one['bits']} bits: {name}: {what}" for name, what in _remarks(one["layers"])]
+    if data["out"] is not None:
+        is_run = data["step"] is not None
+        base = f"what gossamer export {data['model']} writes" if is_run else data["model"]
+        said += [
+            f"{data['out']} is written ({show_bytes(data['file_bytes'])})",
+            f"next: train on {base} with model.adapter "
+            f"{{qfa: {{integers: {data['out']}, group: {data['group']}, widths: {[one['bits'] for one in widths]}}}}}",
+        ]
+    return "\n".join(said)
+
+
+def _losses(text: Mapping[str, Any]) -> tuple[str, ...]:
+    before, after = text["loss_before"], text["loss_after"]
+    return (text["text"], f"{before:.5f}", f"{after:.5f}", f"{after - before:+.5f}")
 
 
 def _told_of_target(data: Mapping[str, Any]) -> list[str]:

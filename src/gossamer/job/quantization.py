@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gossamer.job.whole_model import (
     FILES,
     Opening,
     Progress,
+    SampledText,
     Sampling,
     WholeModel,
     calibration_batches,
@@ -36,6 +37,7 @@ from gossamer.model.qfa_linear import bit_widths, extract, nbytes_at, qfa_layers
 from gossamer.model.quantized_folder import quantized_content, stored
 from gossamer.quantize import Quantizer, build
 from gossamer.quantize.model.layers import Calibration, QuantizeReport, quantize_layers
+from gossamer.run.batches import RankBatch
 from gossamer.run.checkpoint.choice import LATEST
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
@@ -83,27 +85,21 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
         return {**_subnet(request, request.budget, progress), "seconds": time.perf_counter() - began}
     quantizer = build(request.by, key="--by")
     _check_target(request.out, quantizer)
-    source = _open(request)
+    source = open_source(request)
     calibration, measured = sampled_texts(source, request.sampling)
-    if quantizer.needs_inputs and not calibration:
-        raise bad_input(
-            wanted="calibration text, from whose activations the integers are chosen",
-            got="none",
-            do="name text files, or use --by round_to_nearest",
-            key=FILES,
-        )
+    check_calibration(quantizer, calibration)
     if request.out is not None and source.start is not None:
         _check_says_eps(source.module, source.start)
     module = source.ready()
     if request.out is not None and request.out.suffix == ".gguf":
         check_gguf(module, source.origin, source.tokenizer)
-    bytes_before = _stored_bytes(module, source.dtype)
+    bytes_before = stored_bytes(module, source.dtype)
     before = mean_losses(module, source.loss, measured, progress, "before")
     batches = list(calibration_batches(calibration, next(module.parameters()).device))
     report = quantize_layers(
         module,
         quantizer,
-        Calibration(caller=caller_of(module, batches[0]), batches=batches) if batches else None,
+        calibration_of(module, batches),
         progress=lambda done, total: progress("quantize", done, total),
     )
     after = mean_losses(module, source.loss, measured, progress, "after")
@@ -116,13 +112,29 @@ def quantize_model(request: QuantizeRequest, progress: Progress = lambda what, d
         "symmetric": quantizer.symmetric,
         "bits_per_weight": report.bits_per_weight,
         "bytes_before": bytes_before,
-        "bytes_after": _stored_bytes(module, source.dtype),
+        "bytes_after": stored_bytes(module, source.dtype),
         **loss_figures(measured, before, after),
         "calibration_tokens": sum(one["input_ids"].numel() for one in batches),
-        "layers": _layers(report),
+        "layers": layer_figures(report),
         "kept": [*report.kept],
     }
     return {**data, **_write(request, module, source, data), "seconds": time.perf_counter() - began}
+
+
+def check_calibration(quantizer: Quantizer, calibration: Sequence[SampledText]) -> None:
+    """Raise BadInput for no text where the quantizer needs it."""
+    if quantizer.needs_inputs and not calibration:
+        raise bad_input(
+            wanted="calibration text, from whose activations the integers are chosen",
+            got="none",
+            do="name text files, or use --by round_to_nearest",
+            key=FILES,
+        )
+
+
+def calibration_of(module: nn.Module, batches: Sequence[RankBatch]) -> Calibration | None:
+    """Return the inputs that calibrate; None without any."""
+    return Calibration(caller=caller_of(module, batches[0]), batches=batches) if batches else None
 
 
 def _subnet(request: QuantizeRequest, budget: float, progress: Progress) -> dict[str, Any]:
@@ -139,7 +151,7 @@ def _subnet(request: QuantizeRequest, budget: float, progress: Progress) -> dict
                 key="--out",
             )
         check_absent(request.out, key="--out")
-    source = _open(request)
+    source = open_source(request)
     calibration, measured = sampled_texts(source, request.sampling)
     module = source.ready()
     layers = bit_widths(module)
@@ -217,7 +229,7 @@ def _check_target(out: Path | None, quantizer: Quantizer) -> None:
         check_absent(out, key="--out")
 
 
-def _open(request: QuantizeRequest) -> WholeModel:
+def open_source(request: QuantizeRequest) -> WholeModel:
     """Load the model; `budget` goes with a run of the adapter qfa, and with nothing else."""
     place, is_supernet = request.source, False
     if is_run(place):
@@ -240,13 +252,13 @@ def _open(request: QuantizeRequest) -> WholeModel:
     return open_whole(place, how)
 
 
-def _stored_bytes(module: nn.Module, dtype: torch.dtype) -> int:
+def stored_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Return the bytes of all parameters and persistent buffers as they are stored, tied ones once."""
     tensors = {one.data_ptr() or id(one): (name, one) for name, one in module.state_dict().items()}
     return sum(stored(name, one, dtype).nbytes for name, one in tensors.values())
 
 
-def _layers(report: QuantizeReport) -> list[dict[str, Any]]:
+def layer_figures(report: QuantizeReport) -> list[dict[str, Any]]:
     return [
         {
             "name": one.name,

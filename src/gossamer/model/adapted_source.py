@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,12 +20,14 @@ from gossamer.store.start_folder import StartFolder
 class AdaptedSource(WrappedSource):
     """The source of the model that `inner` builds, with an adapter.
 
-    `written`: the adapter as it is configured; `start`: the start folder of the model, whose masks an adapter may keep.
+    `written`: the adapter as it is configured; `start`: the start folder of the model, whose masks an adapter may keep;
+    `frozen_files`: absolute paths of those that the adapter takes frozen values of.
     """
 
     adapter: Adapter
     written: Written
     start: StartFolder | None = None
+    frozen_files: tuple[Path, ...] = ()
 
     def describe(self) -> str:
         return f"{self.inner.describe()}, with {MethodConfig.parse(self.written).name}"
@@ -58,7 +61,8 @@ class AdaptedSource(WrappedSource):
         self.adapter.place_masks(module, self.start, names)
 
     def base_digest(self, seed: int) -> str:
-        return digest([self.inner.fingerprint(), None if self.inner.has_weights else seed])
+        base = [self.inner.fingerprint(), None if self.inner.has_weights else seed]
+        return digest(base, self.frozen_files)
 
     def fingerprint(self) -> str:
-        return digest([self.inner.fingerprint(), self.written])
+        return digest([self.inner.fingerprint(), self.written], self.frozen_files)

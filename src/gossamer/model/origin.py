@@ -29,7 +29,8 @@ def origin_of(section: ModelSection) -> ModelSource:
     if section.adapter != "none":
         adapter = adapters.build(section.adapter, key=adapters.KEY)
         _check_base(section, adapter, "integers" if quantized is not None else section.base)
-        found = AdaptedSource(found, adapter, section.adapter, start_of(section))
+        files = tuple(one.absolute() for one in adapter.files())
+        found = AdaptedSource(found, adapter, section.adapter, start_of(section), files)
     if section.side != "none":
         found = SidedSource(found, sides.build(section.side, key=sides.KEY), section.side)
     if section.freeze or section.unfreeze:

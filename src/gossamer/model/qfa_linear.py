@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gossamer.model.bit_widths import BitWidths, Widths
 from gossamer.model.quantize_base import put
+from gossamer.model.quantized import Blocks
 from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import QuantizedLinear
 from gossamer.model.step_dependent import StepDependent
@@ -18,17 +19,27 @@ class QfaLinear(nn.Module, StepDependent):
     """y = W_b x + scale B_b A_b x of the width b that it is set to; W_b are frozen integers, A_b and B_b are trained.
 
     In a training step the width is that of the step; else the one that was set, at first the largest. A layer with one
-    width is a part of a subnet, and computes what the whole layer does at that width bit for bit.
+    width is a part of a subnet, and computes what the whole layer does at that width bit for bit. `blocks`: the
+    integers by width; those of a width that has none there are the weights rounded to nearest.
     """
 
-    def __init__(self, linear: nn.Module, widths: tuple[int, ...], *, group: int, rank: int, scale: float) -> None:
+    def __init__(
+        self,
+        linear: nn.Module,
+        widths: tuple[int, ...],
+        *,
+        group: int,
+        rank: int,
+        scale: float,
+        blocks: Mapping[int, Blocks] | None = None,
+    ) -> None:
         super().__init__()
         self.widths, self.scale, self.rank = widths, scale, rank
         self.layers: BitWidths | None = None  # of the whole supernet
         self.place = 0
         self.width = self.step_width = widths[-1]
         for bits in widths:
-            held = QuantizedLinear.of(linear, Packed(bits=bits, group=group))
+            held = QuantizedLinear.of(linear, Packed(bits=bits, group=group), (blocks or {}).get(bits))
             self.add_module(f"held_{bits}", held)
         self.in_features, self.out_features = held.in_features, held.out_features
         for bits in widths:

@@ -13,6 +13,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -86,6 +87,10 @@ class Adapter(ABC):
     def replace(self, module: nn.Module, paths: Sequence[str]) -> None:
         """Put layers of its own in the place of the linear layers at `paths`; of an adapter that `replaces_layers`."""
         raise AssertionError("its layers are peft's")
+
+    def files(self) -> Sequence[Path]:
+        """Return the files of which it takes frozen values: with others, the base is another one. Raises BadInput."""
+        return ()
 
     def is_trained(self, slot: str) -> bool:
         """Return whether training changes the tensors of a slot."""

@@ -147,8 +147,8 @@ def check_base(stored: str, base: str, label: str) -> None:
         kinds = {False: "the weights of a whole model", True: "those of an adapter or side network alone"}
         raise CheckpointMismatch(
             f"{label} holds {kinds[bool(stored)]}{_digest(stored)}, and this run trains {kinds[bool(base)]}"
-            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config) and adapter or side "
-            "network as before"
+            f"{_digest(base)}: give the same base (model.hf, model.gguf, model.config, qfa's integers) and adapter "
+            "or side network as before"
         )
 
 
