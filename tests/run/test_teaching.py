@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.job.teaching import FoundTeacher, _FirstLook, _ready, compared, find_teacher
+from gossamer.job.teaching import FoundTeacher, _FirstLook, _ready, compared, facts_of, find_teacher
 from gossamer.loss.dpo import ANSWERS, REFERENCE, Dpo
 from gossamer.loss.kl import Kl
 from gossamer.loss.taid import Taid
@@ -84,7 +84,7 @@ ROWS = {"input_ids": IDS, "labels": IDS}
 def look(teacher: Model, student: Model, theirs: Any, ours: Any, positions: int | None = None) -> Any:
     config = SimpleNamespace(data=SimpleNamespace(sequence=64))
     parts: Any = SimpleNamespace(outline=student, words=ours, config=config)
-    return compared(FoundTeacher(module=teacher, tokenizer=theirs, positions=positions), parts)
+    return compared(facts_of(FoundTeacher(module=teacher, tokenizer=theirs, positions=positions)), parts)
 
 
 def test_equal_vocabularies_count_whole_and_a_larger_teacher_is_no_remark() -> None:

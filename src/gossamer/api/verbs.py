@@ -128,6 +128,26 @@ def distill(
     return {**data, "distillation": {"teacher": str(teacher), "by": by, "losses": losses}}
 
 
+def teach(
+    teacher: str | Path,
+    address: str,
+    *,
+    token: str = "",
+    clients: int = 64,
+    tell: Callable[[str], None] = lambda said: None,
+) -> dict[str, Any]:
+    """Serve a teacher to runs on other hosts (`gossamer teach`) until Ctrl-C; return what was done.
+
+    teacher: a run directory, a Hugging Face folder or a GGUF file. address: HOST:PORT to listen on, and on no other.
+    token:   the shared secret; "": that of GOSSAMER_TEACHER_TOKEN. clients: ranks that may ask at a time.
+    tell:    takes lines for the user.
+    Raises BadInput.
+    """
+    from gossamer.job.served_teacher import serve_teacher
+
+    return serve_teacher(str(teacher), address, token=token, clients=clients, tell=tell)
+
+
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:
     """Return the plan to train `model` on `ranks` processes: a value to read, change, save, or pass to `--plan`.
 
