@@ -99,11 +99,13 @@ def distill(
 
     from gossamer import loss as loss_methods
     from gossamer.job.distillation_losses import losses_before
+    from gossamer.job.teaching import refuse_elsewhere
     from gossamer.settings import load, written_overrides
     from gossamer.settings.methods import check_names
     from gossamer.spec.method_config import MethodConfig
     from gossamer.spec.records import Evaluation
 
+    refuse_elsewhere(str(teacher))
     given = written_overrides(overrides)
     named = loss_methods.REGISTRY.read(load(Path(to), given).config.train.loss, key="train.loss")
     settings, learns = dict(named.parameters) if named.name == by else {}, {"teacher": str(teacher)}

@@ -67,8 +67,8 @@ class FoundTeacher:
     without: str = "it has no tokenizer"
 
 
-def find_teacher(written: str) -> FoundTeacher:
-    """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+def refuse_elsewhere(written: str) -> None:
+    """Raise BadInput for a teacher on another host, where the model itself is needed."""
     if address_of(written) is not None:
         raise bad_input(
             wanted="the folder of a run or of a Hugging Face model, or a GGUF file, as the model itself is needed here",
@@ -76,6 +76,11 @@ def find_teacher(written: str) -> FoundTeacher:
             do=f"give its folder, or train with `gossamer train` and train.loss: {{kl: {{teacher: {written}}}}}",
             key=_KEY,
         )
+
+
+def find_teacher(written: str) -> FoundTeacher:
+    """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+    refuse_elsewhere(written)
     place = Path(written).expanduser()
     if not written.strip() or not place.exists():
         raise bad_input(
