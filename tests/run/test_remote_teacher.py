@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.job.served_teacher import serve_teacher
-from gossamer.job.teaching import digest_of, facts_of, find_teacher
+from gossamer.job.teaching import FoundTeacher, digest_of, facts_of, find_teacher
 from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.launch.port import listen
 from gossamer.loss.hidden import Hidden
 from gossamer.loss.kl import Kl
-from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, packed
+from gossamer.model.forward_adapter import caller_of
+from gossamer.model.precision import precision_of
+from gossamer.run.remote_teacher.frames import FrameReader, packed
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, signed
 from gossamer.run.remote_teacher.server import ServedTeacher, TeacherServer
 from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher
-from gossamer.run.teacher import KnownWords
+from gossamer.run.teacher import KnownWords, Teacher, watched
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch
 from pool import Pool
 from run.test_distillation import course, losses, records, saved, sections, taid, train
@@ -42,8 +44,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 def serving(teacher: str | nn.Module, *, port: int = 0, token: str = "", **more: Any) -> Iterator[TeacherServer]:
     """Serve a teacher in a thread of this process."""
     module = find_teacher(teacher).module if isinstance(teacher, str) else teacher
-    from gossamer.job.teaching import FoundTeacher
-
     facts = facts_of(FoundTeacher(module=module, tokenizer=None, positions=None), digest_of(module))
     server = TeacherServer(
         teacher=ServedTeacher(module, facts, CPU), listener=listen("127.0.0.1", port), token=token, **more
@@ -262,6 +262,52 @@ def test_a_teacher_without_a_head_sends_words_alone() -> None:
                 pass
 
 
+class Capped(nn.Module):
+    """A model that scales and caps its logits, and reads positions and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        rows = self.embed(input_ids) * (1 + position_ids[..., None]) * attention_mask[..., None]
+        return torch.tanh(self.head(rows) / 2) * 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_caps_positions_masks_and_precision_are_those_of_a_teacher_here(precision: str) -> None:
+    torch.manual_seed(0)
+    module, mask = Capped(), torch.ones(2, 9, dtype=torch.int64)
+    mask[0, 6:] = 0
+    batch = {**BATCH, "position_ids": torch.arange(9).repeat(2, 1) % 4, "attention_mask": mask, "other": IDS}
+    local = Teacher(module=module, caller=caller_of(module, batch), parameters=1)
+    undo, _ = watched(module)
+    with precision_of(precision).autocast(CPU):
+        wanted = local.rows(batch, 3).chosen(valid()).logits()
+    undo()
+    with serving(module) as found, ExitStack() as stack:
+        link = TeacherLink(*place(found), token="", patience=SOON)
+        stack.callback(link.close)
+        remote = RemoteTeacher.of(link, terms(precision=precision, isolates=True), batch, CPU)
+        assert set(remote.ready.names) == {"input_ids", "position_ids", "attention_mask"}
+        assert remote.bytes_per_token == 8 * (4 if precision == "fp32" else 2)
+        answer = remote.answer(remote.ask(batch), valid())
+        assert not isinstance(answer, KnownWords) and torch.equal(answer.logits(), wanted)
+
+
+def test_a_teacher_that_does_not_answer_is_named() -> None:
+    with pretending(*HELLO, READY, b"") as (host, port):
+        link = TeacherLink(host, port, token="", patience=Patience(answer_s=0.3, again_s=0.1))
+        try:
+            remote = RemoteTeacher.of(link, terms(), BATCH, CPU)
+            with pytest.raises(
+                TeacherLost, match=f"the teacher at {host}:{port} was lost: it gave no answer within 0.3 s"
+            ):
+                remote.answer(remote.ask(BATCH), valid())
+        finally:
+            link.close()
+
+
 def test_a_batch_that_a_teacher_cannot_compute_is_told(server: TeacherServer) -> None:
     wrong = {"input_ids": IDS + 100, "labels": IDS}
     with joined(server) as remote, pytest.raises(TeacherLost, match=r"cannot compute this batch \(IndexError"):
@@ -390,4 +436,4 @@ def test_a_server_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyPat
 
 def test_signatures_depend_on_secret_and_number() -> None:
     found = {signed(token, nonce) for token in ("", "a") for nonce in ("0" * 64, "1" * 64)}
-    assert len(found) == 4 and FrameSocket  # four ways, four signatures
+    assert len(found) == 4

@@ -91,7 +91,7 @@ class TeacherLink:
         """
         try:
             found = self._agreed(self._socket, terms, example)
-        except (OSError, WireMismatch) as error:
+        except (OSError, RunFailed) as error:
             raise self._lost_with(str(error)) from None
         self._terms = (terms.model_copy(update={"wants_head": False}), dict(example))
         self._thread = threading.Thread(target=self._run, name="gossamer-teacher", daemon=True)
