@@ -47,6 +47,9 @@ ELSEWHERE = (
     (r"gossamer (train meta|eval whole)", "tests/grow/test_assemble.py", "def test_an_assembled_model_has_each"),
     (r"gossamer grow ", "tests/grow/test_growth_job.py", "def test_a_run_is_grown_with_its_moments_and_trains_on"),
     (r"gossamer train .*model\.start", "tests/run/test_start_folder.py", "def test_a_run_begins_with_weights"),
+    (r"gossamer distill ", "tests/system/test_distill.py", "def test_a_run_teaches_another"),
+    (r"gossamer teach ", "tests/cli/test_teach.py", "def test_it_serves_until_it_is_told_to_end"),
+    (r"gossamer train student", "tests/run/test_remote_teacher.py", "def test_hidden_rows_give_the_losses"),
     (r"gossamer sweep .*--halving", "tests/system/test_sweep.py", "def test_halving_trains_the_better_half_on"),
     (r"gossamer sweep ", "tests/system/test_sweep.py", "def test_it_ranks_by_the_validation_of_its_runs"),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.job.teaching import FoundTeacher, _FirstLook, _ready, compared, find_teacher
+from gossamer.job.teaching import FoundTeacher, _check_same, _FirstLook, _ready, compared, facts_of, find_teacher
 from gossamer.loss.dpo import ANSWERS, REFERENCE, Dpo
 from gossamer.loss.kl import Kl
 from gossamer.loss.taid import Taid
@@ -84,7 +84,7 @@ ROWS = {"input_ids": IDS, "labels": IDS}
 def look(teacher: Model, student: Model, theirs: Any, ours: Any, positions: int | None = None) -> Any:
     config = SimpleNamespace(data=SimpleNamespace(sequence=64))
     parts: Any = SimpleNamespace(outline=student, words=ours, config=config)
-    return compared(FoundTeacher(module=teacher, tokenizer=theirs, positions=positions), parts)
+    return compared(facts_of(FoundTeacher(module=teacher, tokenizer=theirs, positions=positions)), parts)
 
 
 def test_equal_vocabularies_count_whole_and_a_larger_teacher_is_no_remark() -> None:
@@ -191,6 +191,13 @@ def test_a_course_begins_where_another_loss_ended() -> None:
     again = CourseState(now=taid.first(), total=9, teacher="b")
     assert again.restore(state.meta()) == "the teacher is another one than before" and again.now == state.now
     assert CourseState(now=kl.first(), total=9).restore({}) == ""
+
+
+def test_ranks_with_different_teachers_are_told() -> None:
+    """An address that means this host means another one to each host; ranks that compute no loss have none."""
+    _check_same([0.0, 7.0, 7.0], "tcp://localhost:1")
+    with pytest.raises(BadInput, match="000000000007 on rank 1, 000000000009 on rank 2 at tcp://localhost:1"):
+        _check_same([0.0, 7.0, 9.0], "tcp://localhost:1")
 
 
 def test_a_teacher_that_is_nowhere_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from gossamer.launch import (
     launch_met,
     launch_ray,
 )
+from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.signals import nothing_to_stop
 from gossamer.spec.config import RunConfig
@@ -124,6 +126,8 @@ class Launcher:
             files["plan.yaml"] = plan.read_text("utf-8")
         try:
             env = {RUN_FOLDER: self.directory.name}
+            if TEACHER_TOKEN in os.environ:
+                env[TEACHER_TOKEN] = os.environ[TEACHER_TOKEN]
             code = start(arguments, files=files, env=env, folder=str(self.folder or Path.cwd()))
         finally:
             _drop_empty(self.directory.path)  # where this machine is none of them

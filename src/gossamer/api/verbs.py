@@ -99,11 +99,13 @@ def distill(
 
     from gossamer import loss as loss_methods
     from gossamer.job.distillation_losses import losses_before
+    from gossamer.job.teaching import refuse_elsewhere
     from gossamer.settings import load, written_overrides
     from gossamer.settings.methods import check_names
     from gossamer.spec.method_config import MethodConfig
     from gossamer.spec.records import Evaluation
 
+    refuse_elsewhere(str(teacher))
     given = written_overrides(overrides)
     named = loss_methods.REGISTRY.read(load(Path(to), given).config.train.loss, key="train.loss")
     settings, learns = dict(named.parameters) if named.name == by else {}, {"teacher": str(teacher)}
@@ -126,6 +128,26 @@ def distill(
         if isinstance(one, Evaluation) and one.name in losses:
             losses[one.name]["student_after"] = one.loss
     return {**data, "distillation": {"teacher": str(teacher), "by": by, "losses": losses}}
+
+
+def teach(
+    teacher: str | Path,
+    address: str,
+    *,
+    token: str = "",
+    clients: int = 64,
+    tell: Callable[[str], None] = lambda said: None,
+) -> dict[str, Any]:
+    """Serve a teacher to runs on other hosts (`gossamer teach`) until Ctrl-C; return what was done.
+
+    teacher: a run directory, a Hugging Face folder or a GGUF file. address: HOST:PORT to listen on, and on no other.
+    token:   the shared secret; "": that of GOSSAMER_TEACHER_TOKEN. clients: ranks that may ask at a time.
+    tell:    takes lines for the user.
+    Raises BadInput.
+    """
+    from gossamer.job.served_teacher import serve_teacher
+
+    return serve_teacher(str(teacher), address, token=token, clients=clients, tell=tell)
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:

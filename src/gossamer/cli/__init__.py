@@ -91,6 +91,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Train the model of a run.yaml with a larger one as its teacher, and say the losses of both.",
         "distill runs/LARGE --to run.yaml --by taid",
     ),
+    "teach": (
+        "teach:teach",
+        "Serve a teacher to runs on other hosts, which send it their tokens.",
+        "teach runs/LARGE --listen 10.0.0.1:29600",
+    ),
     "sweep": (
         "sweep:sweep",
         "Train a configuration with several values of its keys, and compare the results.",

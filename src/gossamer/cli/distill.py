@@ -11,7 +11,7 @@ from gossamer.cli.output import CommandResult, Json, table
 from gossamer.cli.train import ending
 
 
-def distill(teacher: Path, /, *override: str, to: Path, by: str = "taid", json: Json = False) -> CommandResult:
+def distill(teacher: str, /, *override: str, to: Path, by: str = "taid", json: Json = False) -> CommandResult:
     """Train the model of a configuration with a teacher: `gossamer distill runs/LARGE --to run.yaml --by taid`.
 
     It is `gossamer train` with train.loss {BY: {teacher: TEACHER}}, and says the losses of both before and after.

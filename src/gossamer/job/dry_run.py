@@ -19,6 +19,9 @@ from gossamer.job.trainer_parts import parts_of
 from gossamer.job.training_data import TrainingData, training_data
 from gossamer.job.worker import origin_for
 from gossamer.launch.preflight import HostRequirements, look
+from gossamer.loss import Loss
+from gossamer.loss._distillation import address_of
+from gossamer.loss.hidden import distillation_in
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.outline_source import OutlineSource
@@ -89,6 +92,7 @@ def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None =
             "validation": _told_of(config, data),
             **({"remark": data.description.remark} if data.description.remark else {}),
         },
+        **_teacher(asked.objective),
         "plan": plan.model_dump(mode="json", exclude={"forecast"}),
         "forecast": {
             "sent_per_step": {f"rank {r}": show_bytes(n) for r, n in enumerate(plan.forecast.sent_bytes)},
@@ -100,6 +104,15 @@ def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None =
         **({"links": links} if links else {}),
         "memory": memory,
     }
+
+
+def _teacher(objective: Loss) -> dict[str, str]:
+    """Return what is not checked now of a teacher on another host."""
+    inner = distillation_in(objective)
+    if inner is None or address_of(inner.teacher) is None:
+        return {}
+    said = "is not asked now: its tokens, vocabulary and length are compared with the data's before step 1"
+    return {"teacher": f"{inner.teacher} {said}"}
 
 
 @dataclass(frozen=True, slots=True)

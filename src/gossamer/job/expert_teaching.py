@@ -10,7 +10,7 @@ import numpy as np
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import RankJob
-from gossamer.job.teaching import compared, digest_of, find_teacher, teacher_event
+from gossamer.job.teaching import compared, digest_of, facts_of, find_teacher, teacher_event
 from gossamer.loss._distillation import Course
 from gossamer.loss.expert_distillation import ExpertDistillation
 from gossamer.model.side_effects import evaluating, untouched
@@ -36,7 +36,7 @@ def taught_by_experts(
         return engine
     job.at(0, "teacher")
     found = find_teacher(inner.teacher)
-    _, remarks = compared(found, parts)
+    _, remarks = compared(facts_of(found), parts)
     (digest,) = gathered(pump.channel, [digest_of(found.module)]).max(0).values
     teacher = found.module.eval().requires_grad_(False).to(parts.device, next(parts.module.parameters()).dtype)
     distance = ending.enter_context(expert_distances(parts.module, teacher))

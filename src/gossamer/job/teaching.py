@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from gossamer.data.tokenizer import Tokenizer, parse_tokenizer
 from gossamer.job.found_model import weights_at
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.trained_run import read_chosen
+from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.loss import Loss
+from gossamer.loss._distillation import Distillation, address_of
 from gossamer.loss._output import logits_of, loss_of, mean_cross_entropy, own_terms
 from gossamer.loss.hidden import Hidden, distillation_in
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
@@ -31,6 +34,9 @@ from gossamer.run.batches import RankBatch, moved
 from gossamer.run.engine import check_isolates, takes_positions
 from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
 from gossamer.run.parts import Parts
+from gossamer.run.remote_teacher.link import Patience, TeacherLink
+from gossamer.run.remote_teacher.messages import Facts, Terms
+from gossamer.run.remote_teacher.teacher import RemoteTeacher, RemoteTeacherBatches
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, check_widths, watched
 from gossamer.run.teacher_cache import TeacherPass
@@ -41,6 +47,8 @@ from gossamer.spec import records
 from gossamer.spec.errors import BadInput, bad_input
 
 _KEY = "train.loss"
+_ANSWER = 0.75  # of machines.timeout_s, in which a rank without progress is taken for hung: the teacher is named before
+_AGAIN_S = 30.0
 _PROBE = 'def mean(xs):\n    """Return the mean."""\n    return sum(xs) / len(xs)  # 0.5 Zwölf, 数学\n'
 _SAME = 1e-7  # nats: a divergence below it is rounding
 _TERMS = 1e-2  # of the loss of the labels: a model's own one differs by less where it is computed in bfloat16
@@ -59,8 +67,20 @@ class FoundTeacher:
     without: str = "it has no tokenizer"
 
 
+def refuse_elsewhere(written: str) -> None:
+    """Raise BadInput for a teacher on another host, where the model itself is needed."""
+    if address_of(written) is not None:
+        raise bad_input(
+            wanted="the folder of a run or of a Hugging Face model, or a GGUF file, as the model itself is needed here",
+            got=written,
+            do=f"give its folder, or train with `gossamer train` and train.loss: {{kl: {{teacher: {written}}}}}",
+            key=_KEY,
+        )
+
+
 def find_teacher(written: str) -> FoundTeacher:
     """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+    refuse_elsewhere(written)
     place = Path(written).expanduser()
     if not written.strip() or not place.exists():
         raise bad_input(
@@ -97,17 +117,24 @@ def taught(
         return job, engine
     job.at(0, "teacher")
     is_last = parts.cut is None or len(parts.cut.parts) - 1 in parts.cut.stages
-    holds = is_last and (not inner.teacher_ranks or pump.channel.rank in inner.teacher_ranks)
-    teacher, digest, words, remarks = None, 0.0, None, list[records.Event]()
+    at = address_of(inner.teacher)
+    holds = is_last and at is None and (not inner.teacher_ranks or pump.channel.rank in inner.teacher_ranks)
+    teacher, elsewhere, digest, width = None, None, 0, 0
+    words, remarks = None, list[records.Event]()
     if holds:
         found = find_teacher(inner.teacher)
-        digest = digest_of(found.module)
-        words, remarks = compared(found, parts)
+        digest = int(digest_of(found.module))
+        words, remarks = compared(facts_of(found), parts)
         teacher = _ready(found.module, parts, engine)
+        width = teacher.width
+    elif is_last and at is not None:
+        elsewhere, words, remarks = _joined(at, inner, parts, engine, ending)
+        digest, width = int(elsewhere.link.facts.digest, 16), elsewhere.ready.width
     if is_last:
         remarks += _tiled(engine, parts, teacher, ending)
-    mine = [digest, 0.0 if teacher is None else float(teacher.width), float(words or 0)]
-    most, width, counted = (int(one) for one in gathered(pump.channel, mine).max(0).values)
+    every = gathered(pump.channel, [float(digest), float(width), float(words or 0)])
+    _check_same(every[:, 0].tolist(), inner.teacher)
+    most, width, counted = (int(one) for one in every.max(0).values)
     words, named = counted or None, f"{most:012x}"
     course = CourseState(now=inner.first(), total=parts.config.train.steps, teacher=named)
     loss = TaughtLoss(
@@ -117,6 +144,7 @@ def taught(
         width=width,
         words=words,
         computes=is_last,
+        elsewhere=elsewhere,
     )
     if teacher is not None and isinstance(parts.objective, Hidden):
         term, remark = matched(parts.objective, teacher, engine, parts, ending)
@@ -124,11 +152,13 @@ def taught(
     if teacher is not None:
         how = "run once over the training data" if inner.top_k else "run beside the student"
         remarks.append(teacher_event("info", f"{teacher.parameters:,} parameters, {how} without gradients"))
-        if parts.cut is None:
-            remarks += _first_look(engine, parts, loss)
+    if (teacher is not None or elsewhere is not None) and parts.cut is None:
+        remarks += _first_look(engine, parts, loss)
     for one in remarks:
         sink(one)
-    if not inner.top_k:
+    if elsewhere is not None:
+        job = replace(job, parts=replace(parts, train=RemoteTeacherBatches(parts.train, elsewhere)))
+    if not inner.top_k or at is not None:
         return job, replace(engine, objective=loss)
     asked = TeacherPass(
         parts=parts,
@@ -148,33 +178,84 @@ def taught(
     return job, replace(engine, objective=replace(loss, teacher=None))
 
 
+def _joined(
+    at: tuple[str, int], inner: Distillation, parts: Parts, engine: ModelRuntime, ending: ExitStack
+) -> tuple[RemoteTeacher, int | None, list[records.Event]]:
+    """Return the teacher that listens there, the logits that count (None: all), and remarks. Raises BadInput."""
+    limit_s = parts.config.machines.timeout_s
+    patience = Patience(answer_s=_ANSWER * limit_s, again_s=min(_AGAIN_S, limit_s / 4))
+    link = TeacherLink(*at, token=os.environ.get(TEACHER_TOKEN, ""), patience=patience)
+    ending.callback(link.close)
+    words, remarks = compared(link.facts, parts)
+    rows = parts.train.batch(np.arange(parts.train.together))
+    if rows["labels"].ndim > 1 and (error := pooled(parts.config)) is not None:
+        raise error
+    terms = Terms(
+        top_k=inner.top_k,
+        temperature=inner.temperature,
+        words=words,
+        tile_tokens=inner.tile_tokens,
+        precision=engine.precision.name,
+        dims=rows["labels"].ndim + 1,
+        isolates="position_ids" in rows and takes_positions(engine.caller),
+        wants_head=not inner.top_k,
+    )
+    teacher = RemoteTeacher.of(link, terms, rows, parts.device)
+    kind = "rows of hidden states, and its head once" if teacher.head else f"its {inner.top_k} most probable words"
+    said = (
+        f"{link.facts.parameters:,} parameters at {link.where}, which sends {kind}: {teacher.bytes_per_token:,} bytes "
+    )
+    return teacher, words, [*remarks, teacher_event("info", f"{said}a token, while the student computes")]
+
+
+def _check_same(digests: Sequence[float], written: str) -> None:
+    """Raise BadInput where ranks have different teachers; those without one have 0."""
+    if len(found := {one for one in digests if one}) > 1:
+        told = ", ".join(f"{int(one):012x} on rank {digests.index(one)}" for one in sorted(found))
+        do = "put the same weights at that place on all hosts, or name an address that means one host to all of them"
+        raise bad_input(wanted="one teacher on all ranks", got=f"{told} at {written}", do=do, key=_KEY)
+
+
 def teacher_event(level: Literal["info", "warning"], said: str) -> records.Event:
     """Return the record of what is to be said about a teacher."""
     return records.Event(level=level, message=f"teacher: {said}")
 
 
-def compared(found: FoundTeacher, parts: Parts) -> tuple[int | None, list[records.Event]]:
+def facts_of(found: FoundTeacher, digest: float = 0.0) -> Facts:
+    """Return what is compared of a teacher. `digest`: of its weights, where somebody compares it."""
+    coder = found.tokenizer
+    return Facts(
+        parameters=_parameters(found.module),
+        positions=found.positions,
+        width=_width(found.module),
+        tokens=None if coder is None else tuple(int(one) for one in coder.encode(_PROBE)),
+        without=found.without,
+        digest=f"{int(digest):012x}",
+    )
+
+
+def compared(facts: Facts, parts: Parts) -> tuple[int | None, list[records.Event]]:
     """Compare a teacher with the student and its data; return the logits that count (None: all), and remarks.
 
     Raises BadInput for other tokens, another vocabulary, or a teacher that sees fewer tokens than the data has.
     """
     remarks = list[records.Event]()
     if parts.words is not None:
-        check_sequence(found.positions, parts.config.data.sequence)
-        if found.tokenizer is not None:
-            _check_tokens(found.tokenizer, parts.words)
+        check_sequence(facts.positions, parts.config.data.sequence)
+        if facts.tokens is not None:
+            _check_tokens(facts.tokens, parts.words)
         else:
-            said = f"{found.without}, so that nothing has checked whether its tokens are those of the data"
+            said = f"{facts.without}, so that nothing has checked whether its tokens are those of the data"
             remarks.append(teacher_event("warning", said))
-    words, ours, theirs = None, _width(parts.outline), _width(found.module)
+    words, ours, theirs = None, _width(parts.outline), facts.width
     if ours is not None and theirs is not None and ours != theirs:
         known = getattr(parts.words, "vocabulary", None)
-        if found.tokenizer is None or known is None or known > min(ours, theirs):
+        if facts.tokens is None or known is None or known > min(ours, theirs):
             check_widths(ours, theirs)
         words = known
         said = f"it gives {theirs:,} logits and the student {ours:,}: those of the {known:,} tokens count, the others "
         remarks.append(teacher_event("info", said + "are padding"))
-    theirs_all, ours_all = _parameters(found.module), _parameters(parts.outline)
+    theirs_all, ours_all = facts.parameters, _parameters(parts.outline)
     if ours_all > theirs_all:
         said = f"it has {theirs_all:,} parameters, fewer than the student ({ours_all:,}): a smaller teacher is seldom "
         remarks.append(teacher_event("warning", said + "the better model"))
@@ -185,8 +266,8 @@ def _parameters(module: nn.Module) -> int:
     return sum(one.numel() for one in module.parameters())
 
 
-def _check_tokens(theirs: TextCoder, ours: TextCoder) -> None:
-    first, second = ([int(one) for one in coder.encode(_PROBE)] for coder in (theirs, ours))
+def _check_tokens(theirs: Sequence[int], ours: TextCoder) -> None:
+    first, second = list(theirs), [int(one) for one in ours.encode(_PROBE)]
     if first != second:
         at = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         raise bad_input(

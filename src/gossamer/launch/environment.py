@@ -14,6 +14,8 @@ from gossamer.spec.errors import BadInput
 
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below what systems hand out by themselves
 
+TEACHER_TOKEN = "GOSSAMER_TEACHER_TOKEN"  # the shared secret of a teacher on another host and its students
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterAddress:

@@ -11,6 +11,7 @@ a layout) and what judges it (evaluations, `gossamer eval`) takes that. `run/tea
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import positive
 
 LABELS = "labels"
+_ELSEWHERE = "tcp://"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +74,20 @@ class Distillation(LabelsLoss):
 
     def check(self) -> None:
         """Raise BadInput for wrong settings."""
+        address_of(self.teacher)
         positive("temperature", self.temperature)
         positive("tile_tokens", self.tile_tokens)
         fraction("label_weight", self.label_weight)
         if self.top_k < 0:
             do = "give how many words of the teacher to keep, or 0 to run it beside the student"
             raise bad_input(wanted="0 or more words", got=str(self.top_k), do=do, key="top_k")
+        if self.teacher_ranks and address_of(self.teacher) is not None:
+            raise bad_input(
+                wanted="no teacher_ranks with a teacher on another host, which every rank that computes the loss asks",
+                got=", ".join(map(str, self.teacher_ranks)),
+                do="leave teacher_ranks out",
+                key="teacher_ranks",
+            )
         if self.teacher_ranks and not self.top_k:
             raise bad_input(
                 wanted="top_k with teacher_ranks, as the other ranks get the teacher's words and not all its logits",
@@ -97,6 +107,17 @@ class Distillation(LabelsLoss):
     def after(self, course: Course, *, loss: float, done: int, total: int) -> Course:
         """Return the course after a step whose loss on all ranks was `loss`, the `done`-th of `total`."""
         return course
+
+
+def address_of(teacher: str) -> tuple[str, int] | None:
+    """Return host and port of a teacher on another host, tcp://HOST:PORT; None for the path of one. Raises BadInput."""
+    if not teacher.strip().startswith(_ELSEWHERE):
+        return None
+    match = re.fullmatch(r"([^:/@\s]+):(\d{1,5})", teacher.strip().removeprefix(_ELSEWHERE))
+    if match is None or not 1 <= int(match.group(2)) <= 65535:
+        do = "write the address that `gossamer teach` listens on"
+        raise bad_input(wanted="tcp://HOST:PORT such as tcp://10.0.0.1:29600", got=teacher, do=do, key="teacher")
+    return match.group(1), int(match.group(2))
 
 
 def labels_loss(batch: Mapping[str, Tensor]) -> Loss:

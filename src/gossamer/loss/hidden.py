@@ -18,7 +18,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gossamer.loss import Loss
-from gossamer.loss._distillation import Distillation
+from gossamer.loss._distillation import Distillation, address_of
 from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.loss.hidden_match.mse import Mse
 from gossamer.loss.kl import Kl
@@ -57,6 +57,14 @@ class Hidden(Loss):
                 "the loss: kl, reverse_kl or jsd with top_k 0",
                 got=_told(self.output),
                 do="write output: {kl: {teacher: FOLDER}}",
+                key="output",
+            )
+
+        if address_of(self.output.teacher) is not None:
+            raise bad_input(
+                wanted="a teacher beside the student, as the states of its blocks are compared and are not sent",
+                got=self.output.teacher,
+                do="give a folder here, or write the output's loss alone: train.loss: {kl: {teacher: tcp://HOST:PORT}}",
                 key="output",
             )
 

@@ -18,13 +18,15 @@ from gossamer.loss._distillation import Distillation
 class Kl(Distillation):
     """Forward KL divergence to a teacher.
 
-    teacher       the folder of a run or of a Hugging Face model, or a GGUF file
+    teacher       the folder of a run or of a Hugging Face model, or a GGUF file; or tcp://HOST:PORT, where
+                  `gossamer teach` serves one: the ranks send it their tokens while they compute
     temperature   divides both logits before the softmax
     label_weight  weight of the labels' own loss, from 0 to 1; 1 - label_weight is that of the teacher
     tile_tokens   tokens whose logits over all words are held at a time, those of student and teacher
     top_k         0: the teacher runs beside the student. Above: before step 1 it runs once over the training data, its
                   most probable words are kept in a file and in memory, 8 top_k + 4 bytes a token, and it is freed; all
-                  other words count as one
+                  other words count as one. A teacher at tcp://HOST:PORT sends these words at every step, and nothing
+                  is kept; with 0 it sends hidden states, to which the student's rank applies its head
     teacher_ranks ranks that hold the teacher; empty: all that compute the loss. Others get the words of top_k from
                   them: a teacher may be on the hosts alone that have its folder, and memory for it
     """

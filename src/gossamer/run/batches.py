@@ -25,10 +25,11 @@ RankBatch = dict[str, Tensor]
 class Batches(ABC):
     """A data set of numbered sequences. `len` counts them; `batch` stacks some along a leading batch dimension.
 
-    `together`: neighbors that belong together, in any batch.
+    `together`: neighbors that belong together, in any batch; `is_announced`: whether `announce` is of use.
     """
 
     together: int = 1
+    is_announced: bool = False
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -40,6 +41,9 @@ class Batches(ABC):
     @abstractmethod
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         """Return the bytes of text that the labels of these sequences stand for; None for data other than text."""
+
+    def announce(self, indices: np.ndarray[Any, Any]) -> None:  # noqa: B027  (most have nothing to prepare)
+        """Prepare the batch of these sequences, which is most probably the next one."""
 
     def order(self, seed: int) -> Order:
         """Return the order in which a run with this seed takes the sequences."""
@@ -54,13 +58,16 @@ class WidenedBatches(Batches):
     """Batches of `inner` with more in each; a subclass adds it."""
 
     def __init__(self, inner: Batches) -> None:
-        self.inner, self.together = inner, inner.together
+        self.inner, self.together, self.is_announced = inner, inner.together, inner.is_announced
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def text_bytes(self, indices: np.ndarray[Any, Any]) -> int | None:
         return self.inner.text_bytes(indices)
+
+    def announce(self, indices: np.ndarray[Any, Any]) -> None:
+        self.inner.announce(indices)
 
     def order(self, seed: int) -> Order:
         return self.inner.order(seed)
@@ -197,19 +204,32 @@ class Feed:
         return sum(rows * self.pace.count(replica, step) for replica, rows in enumerate(self.plan.rows))
 
     def fetch(self, step: int) -> dict[int, MicroBatch]:
-        """Return this replica's micro-batches in `step` (counted from 0), by the number of the micro-batch."""
+        """Return this replica's micro-batches in `step` (counted from 0), by the number of the micro-batch.
+
+        The first one of the next step is announced where that is of use.
+        """
         first_row = sum(self.plan.rows[: self.replica])
+        found = {
+            number: MicroBatch(first_row + row, self.batches.batch(indices))
+            for number, row, indices in self._indices(step)
+        }
+        if self.batches.is_announced and self.makes(step + 1) and (ahead := self._indices(step + 1)):
+            self.batches.announce(ahead[0][2])
+        return found
+
+    def _indices(self, step: int) -> list[tuple[int, int, np.ndarray[Any, Any]]]:
+        """Return number, first row and sequences of each micro-batch in `step`."""
         there = (rows for other, rows in enumerate(self.plan.rows[: self.replica]) if self.pace.makes(other, step))
         start = self._before(step) + sum(there)
         order = self.batches.order(self.seed)
         pieces = cut(self.plan.rows[self.replica], self.plan.microbatches[self.replica])
         borders = [0, *accumulate(pieces)]
         found = order(np.arange(start, start + borders[-1]))
-        return {
-            number: MicroBatch(first_row + a, self.batches.batch(found[a:b]))
+        return [
+            (number, a, found[a:b])
             for number, (a, b) in enumerate(pairwise(borders))
             if self.only is None or number in self.only
-        }
+        ]
 
 
 def cut(rows: int, pieces: int) -> list[int]:

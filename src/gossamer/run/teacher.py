@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from gossamer.loss._distillation import Course, Distillation, targets
 from gossamer.loss._output import check_no_terms, logits_of
 from gossamer.model.forward_adapter import ForwardAdapter
 from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
+from gossamer.run.batches import row_slices
 from gossamer.run.hidden_states import HiddenTerm
 from gossamer.run.step_algorithm import ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.task import Task
@@ -41,6 +43,24 @@ class Teacher:
         """Return the logits (N, V) for a batch, with all dims but the last as one. It never sees labels."""
         given = {name: one for name, one in batch.items() if name != "labels"}
         return head_rows(logits_of(self.caller(self.module, given), dims=dims, shape="of the teacher"))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWords:
+    """The teacher's most probable words of some tokens, (n, k), and their log-probabilities, (n, k + 1): the last one
+    is that of all other words together.
+    """
+
+    words: Tensor
+    log_probabilities: Tensor
+
+
+class TeacherElsewhere(ABC):
+    """A teacher that is asked for the tokens of a batch."""
+
+    @abstractmethod
+    def answer(self, batch: Mapping[str, Tensor], valid: Tensor) -> HeadRows | KnownWords:
+        """Return what it says of the tokens whose numbers are `valid`, those with a label that counts."""
 
 
 @dataclass(slots=True)
@@ -89,9 +109,9 @@ class Taught(Loss):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaughtLoss(Taught):
-    """A distillation with its teacher; None: batches hold what was kept of it. `width`: logits of the teacher;
-    `words`: those that count, None: all; `computes`: whether this rank has the last stage; others have no logits, and
-    no use for a teacher. `hidden`: the match of hidden states, None without one.
+    """A distillation with its teacher, beside the student or `elsewhere`; both None: batches hold what was kept of it.
+    `width`: logits of the teacher; `words`: those that count, None: all; `computes`: whether this rank has the last
+    stage; others have no logits, and no use for a teacher. `hidden`: the match of hidden states, None without one.
 
     Logits of the student that its head has not computed are computed in tiles, and those of the teacher likewise.
     """
@@ -103,6 +123,7 @@ class TaughtLoss(Taught):
     words: int | None = None
     computes: bool = True
     hidden: HiddenTerm | None = None
+    elsewhere: TeacherElsewhere | None = None
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         loss = self._of_outputs(output, batch)
@@ -132,16 +153,15 @@ class TaughtLoss(Taught):
         valid = (labels != IGNORE).nonzero().squeeze(1)
         is_whole, count = valid.numel() == labels.numel(), valid.numel()
         student = student if is_whole else student.chosen(valid)
-        if self.teacher is None:
-            chosen = batch[WORDS].flatten(0, -2)[valid].long()
-            known = batch[LOG_PROBABILITIES].flatten(0, -2)[valid]
+        theirs = self._theirs(batch, dims, valid, is_whole=is_whole)
+        if isinstance(theirs, KnownWords):
+            chosen, known = theirs.words, theirs.log_probabilities
 
             def value(logits: Tensor, some: slice) -> Tensor:
                 return inner.divergence(coarse(logits / temperature, chosen[some]), known[some], t)
 
         else:
-            every = replace(self.teacher.rows(batch, dims), words=self.words)
-            teacher = every if is_whole else every.chosen(valid)
+            teacher = replace(theirs, words=self.words)
 
             def value(logits: Tensor, some: slice) -> Tensor:
                 with torch.no_grad():
@@ -150,6 +170,18 @@ class TaughtLoss(Taught):
 
         losses = by_token(student, value, tile=inner.tile_tokens)
         return temperature**2 * losses.sum() / max(count, 1)
+
+    def _theirs(
+        self, batch: Mapping[str, Tensor], dims: int, valid: Tensor, *, is_whole: bool
+    ) -> HeadRows | KnownWords:
+        """Return what the teacher says of the valid tokens."""
+        if self.elsewhere is not None:
+            return self.elsewhere.answer(batch, valid)
+        if self.teacher is not None:
+            every = self.teacher.rows(batch, dims)
+            return every if is_whole else every.chosen(valid)
+        words, known = (batch[name].flatten(0, -2)[valid] for name in (WORDS, LOG_PROBABILITIES))
+        return KnownWords(words.long(), known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +228,19 @@ def head_rows(logits: Tensor, words: int | None = None) -> HeadRows:
         )
     plain = logits.made("a distillation") if isinstance(logits, UnmadeLogits) else logits
     return HeadRows(hidden=plain.reshape(-1, plain.shape[-1]), words=words)
+
+
+def most_probable(rows: HeadRows, k: int, *, temperature: float, tile: int) -> KnownWords:
+    """Return the k most probable words of every row. Raises BadInput for more words than there are."""
+    if k >= rows.width:
+        do = "keep fewer words, or set top_k to 0 to have all of them compared"
+        raise bad_input(wanted=f"fewer than {rows.width:,} words", got=str(k), do=do, key=_KEY)
+    words, logs = [rows.hidden.new_zeros(0, k, dtype=torch.int64)], [torch.zeros(0, k + 1, device=rows.hidden.device)]
+    for some in row_slices(rows.hidden.shape[0], tile):
+        logits = rows.logits(some).float() / temperature
+        words.append(logits.topk(k, dim=1).indices)
+        logs.append(coarse(logits, words[-1]).log_softmax(1).clamp(min=-100.0))
+    return KnownWords(torch.cat(words), torch.cat(logs))
 
 
 def check_widths(student: int, teacher: int) -> None:

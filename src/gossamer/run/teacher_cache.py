@@ -21,12 +21,10 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
 from gossamer.loss._distillation import Distillation
 from gossamer.model.precision import Precision
-from gossamer.ops.tiled_logits import coarse
 from gossamer.run.batches import Batches, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.kept_tensors import KeptTensors, Tensors
 from gossamer.run.parts import Parts
-from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher
-from gossamer.spec.errors import bad_input
+from gossamer.run.teacher import LOG_PROBABILITIES, WORDS, Teacher, most_probable
 
 _TOGETHER = 32  # sequences between two messages
 
@@ -101,15 +99,8 @@ class TeacherPass:
         shape = batch["labels"].shape
         with self.precision.autocast(self.parts.device):
             rows = replace(self.teacher.rows(batch, len(shape) + 1), words=self.words)
-        if k >= rows.width:
-            do = "keep fewer words, or set top_k to 0 to run the teacher beside the student"
-            raise bad_input(wanted=f"fewer than {rows.width:,} words", got=str(k), do=do, key="train.loss")
-        made = list[Tensor]()
-        for some in row_slices(rows.hidden.shape[0], self.inner.tile_tokens):
-            logits = rows.logits(some).float() / self.inner.temperature
-            words = logits.topk(k, dim=1).indices
-            made.append(torch.cat([words.float(), coarse(logits, words).log_softmax(1).clamp(min=-100.0)], 1))
-        return torch.cat(made).view(*shape, 2 * k + 1)
+        known = most_probable(rows, k, temperature=self.inner.temperature, tile=self.inner.tile_tokens)
+        return torch.cat([known.words.float(), known.log_probabilities], 1).view(*shape, 2 * k + 1)
 
 
 def _fits(found: Tensors, count: int, k: int) -> bool:

@@ -36,6 +36,10 @@ class PeerLost(RunFailed):
     """The failure of an exchange because one of its ranks died, stopped, or cannot be reached."""
 
 
+class TeacherLost(RunFailed):
+    """The loss of a teacher on another host, which the run cannot go on without; the message names its address."""
+
+
 class WireMismatch(RunFailed):
     """A disagreement between ranks about a message on the wire (size, type, step, configuration)."""
 

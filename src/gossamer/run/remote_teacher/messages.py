@@ -1,0 +1,131 @@
+"""What a teacher and a student on two hosts say to each other. Tensors travel beside the messages (`frames`).
+
+    teacher                         student
+    Challenge                  ->
+                               <-   Hello      proves that both know the secret
+    Facts                      ->              the student compares them with its own data and vocabulary
+                               <-   Terms      with a first batch
+    Ready                      ->              with the head, once, where rows of hidden states are asked for
+                               <-   Ask        with a micro-batch, as often as there is one
+    Rows                       ->              in the order of the questions
+Refusal: the teacher's last message of a connection, at any place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from gossamer.process.json_lines import Said
+
+PROTOCOL = 1
+_MOST = 1 << 40
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+Name = Annotated[str, Field(max_length=128)]
+Text = Annotated[str, Field(max_length=4096)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Challenge(Said):
+    """A random number, in hexadecimal, that a student is to sign."""
+
+    kind: Literal["challenge"] = "challenge"
+    protocol: Count = PROTOCOL
+    nonce: Hash
+
+
+class Hello(Said):
+    """A student's signature of the random number: HMAC-SHA256 with the shared secret as the key."""
+
+    kind: Literal["hello"] = "hello"
+    protocol: Count = PROTOCOL
+    proof: Hash
+
+
+class Facts(Said):
+    """What is compared of a teacher.
+
+    parameters: how many it has; positions: tokens that it sees at most; width: logits of its declared head, None where
+    it declares none; tokens: those of a known text, None without a tokenizer, for the reason `without`; digest: of all
+    its weights.
+    """
+
+    kind: Literal["facts"] = "facts"
+    parameters: Count
+    positions: Count | None = None
+    width: Count | None = None
+    tokens: tuple[Count, ...] | None = None
+    without: Text = ""
+    digest: Digest = "0" * 12
+
+
+class Terms(Said):
+    """What a student asks for, at all its questions.
+
+    top_k: words of each token, 0: rows of hidden states; words: logits that count, None: all; tile_tokens: tokens whose
+    logits are held at a time; dims: of the logits; isolates: whether documents must not see each other; wants_head:
+    whether the head is to be sent.
+    """
+
+    kind: Literal["terms"] = "terms"
+    top_k: Count
+    temperature: Annotated[float, Field(gt=0)]
+    words: Count | None
+    tile_tokens: Annotated[int, Field(ge=1)]
+    precision: Literal["fp32", "bf16", "fp16"]
+    dims: Annotated[int, Field(ge=2, le=8)]
+    isolates: bool
+    wants_head: bool
+
+
+class Ready(Said):
+    """The teacher's consent. width: its logits; hidden: numbers of a row, 0 where words were asked for; names: entries
+    of a batch that its forward reads. Tensors: `weight` (V, D) and perhaps `bias` (V,) where the head was asked for.
+    """
+
+    kind: Literal["ready"] = "ready"
+    width: Count
+    hidden: Count
+    compute: Name
+    names: tuple[Name, ...]
+
+
+class Ask(Said):
+    """A question. Tensors: entries of the micro-batch; `loss.rows`, bits of the tokens that count, unless all do."""
+
+    kind: Literal["ask"] = "ask"
+    number: int
+
+
+class Rows(Said):
+    """The answer to the question of that number. Tensors: `hidden` (n, D), or `words` (n, k) with `log_probabilities`
+    (n, k + 1), of the tokens that count. inner, is_capped, outer: what the model does to its head's output.
+    """
+
+    kind: Literal["rows"] = "rows"
+    number: int
+    inner: float = 1.0
+    is_capped: bool = False
+    outer: float = 1.0
+
+
+class Refusal(Said):
+    """Why the teacher does not go on. `is_input`: whether the student's configuration is the reason."""
+
+    kind: Literal["refusal"] = "refusal"
+    message: Text
+    is_input: bool = True
+
+
+Message: TypeAlias = Annotated[
+    Challenge | Hello | Facts | Terms | Ready | Ask | Rows | Refusal, Field(discriminator="kind")
+]
+
+
+def signed(token: str, nonce: str) -> str:
+    """Return the signature of a random number with the shared secret."""
+    return hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
