@@ -53,6 +53,9 @@ _AHEAD = f"{KEY}.ahead"
 _OFF = f"set {_AHEAD} to false, which computes the perturbation in the rank itself"
 _CHECKED = 2  # perturbations: of the first step, which is computed on request, and of the second, computed ahead
 _LOOK_S = 1.0  # between two looks at whether the companion still lives
+# Ctrl-C in a terminal reaches all its processes, but is meant for the rank, which still finishes its step. What is
+# ignored stays ignored in the program that is executed, also while that is starting.
+_DEAF = ("/bin/sh", "-c", 'trap "" INT TERM; exec "$@"', "sh")
 _ENV = ("GOSSAMER_BOX",)  # of the rank alone
 
 
@@ -220,7 +223,7 @@ class _Link:
         env = {name: value for name, value in os.environ.items() if name not in _ENV}
         with theirs:
             process = subprocess.Popen(
-                tied(command),
+                [*_DEAF, *tied(command)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -7,7 +7,6 @@ inputs of every batch that the rank puts into shared memory. It ends when the ra
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import sys
 import traceback
@@ -33,8 +32,6 @@ from gossamer.spec.errors import BadInput, bad_input
 
 def main() -> int:
     """Serve the rank at the other end of the connection in the first argument; return the exit code."""
-    for one in (signal.SIGINT, signal.SIGTERM):  # meant for the rank, which still finishes its step
-        signal.signal(one, signal.SIG_IGN)
     messages = Messages(socket.socket(fileno=int(sys.argv[1])))
     try:
         serve(messages)
