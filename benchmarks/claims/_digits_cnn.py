@@ -26,10 +26,11 @@ def parts() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """The training part."""
+    """The training part, as often as `copies`."""
 
-    def __init__(self) -> None:
-        self.images, self.labels = parts()["train"]
+    def __init__(self, copies: int = 1) -> None:
+        images, labels = parts()["train"]
+        self.images, self.labels = images.repeat(copies, 1, 1, 1), labels.repeat(copies)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -28,7 +28,7 @@ from claims._trials import Trials
 from gossamer.spec import records
 
 BATCH, EPSILON, SEEDS, STEPS, WIDTH = 1024, 0.05, 3, 60, 16
-START, TRIALS_LEAST, TRIALS_MOST = 1.0, 3, 6
+START, TRIALS_LEAST, TRIALS_MOST = 3.0, 3, 5
 WIDE, TIMED, SKIPPED = 32, 12, 4  # the first steps start the companion, and are computed twice to check it
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"batch": BATCH},
@@ -133,7 +133,7 @@ def trained(adversarial: dict[str, Any], rate: float, seed: int, steps: int) -> 
         "optimizer": {"lars": {"lr": rate}},
         "adversarial": adversarial,
     }
-    _run(model, train)
+    _run(model, Rows(), train)
     model.eval()
     found = {}
     with torch.no_grad():
@@ -147,11 +147,11 @@ def trained(adversarial: dict[str, Any], rate: float, seed: int, steps: int) -> 
 def step_s(train: dict[str, Any]) -> float:
     """Return the median seconds of a step."""
     model = {"factory": "claims._digits_cnn:net", "config": {"width": WIDE}}
-    found = _run(model, {"steps": TIMED, "optimizer": {"sgd": {"lr": 0.05}}, **train})
+    found = _run(model, Rows(copies=2), {"steps": TIMED, "optimizer": {"sgd": {"lr": 0.05}}, **train})
     return median(one.step_s for one in found if one.step > SKIPPED)
 
 
-def _run(model: Any, train: dict[str, Any]) -> list[records.Step]:
+def _run(model: Any, data: Rows, train: dict[str, Any]) -> list[records.Step]:
     with tempfile.TemporaryDirectory() as folder:
         steps: list[records.Step] = []
         settings = {
@@ -168,5 +168,5 @@ def _run(model: Any, train: dict[str, Any]) -> list[records.Step]:
             "run": {"directory": folder, "name": "a", "display": "quiet"},
         }
         note = [lambda record: steps.append(record) if isinstance(record, records.Step) else None]
-        gossamer.train(model, Rows(), settings, callbacks=note)
+        gossamer.train(model, data, settings, callbacks=note)
         return steps
