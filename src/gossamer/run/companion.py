@@ -55,7 +55,7 @@ _CHECKED = 2  # perturbations: of the first step, which is computed on request, 
 _LOOK_S = 1.0  # between two looks at whether the companion still lives
 # Ctrl-C in a terminal reaches all its processes, but is meant for the rank, which still finishes its step. What is
 # ignored stays ignored in the program that is executed, also while that is starting.
-_DEAF = ("/bin/sh", "-c", 'trap "" INT TERM; exec "$@"', "sh")
+_IGNORING = ("/bin/sh", "-c", 'trap "" INT TERM; exec "$@"', "sh")
 _ENV = ("GOSSAMER_BOX",)  # of the rank alone
 
 
@@ -223,7 +223,7 @@ class _Link:
         env = {name: value for name, value in os.environ.items() if name not in _ENV}
         with theirs:
             process = subprocess.Popen(
-                [*_DEAF, *tied(command)],
+                [*_IGNORING, *tied(command)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
