@@ -10,9 +10,12 @@ two free cores.
 
 from __future__ import annotations
 
+import os
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -29,6 +32,7 @@ from gossamer.spec import records
 
 BATCH, EPSILON, SEEDS, STEPS, WIDTH = 1024, 0.05, 3, 60, 16
 START, TRIALS_LEAST, TRIALS_MOST = 3.0, 3, 5
+QUIET = 0.2  # cores that other programs may take while steps are timed
 WIDE, TIMED, SKIPPED = 32, 12, 4  # the first steps start the companion, and are computed twice to check it
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"batch": BATCH},
@@ -92,22 +96,26 @@ def accuracy(steps: int, seeds: int, trials: Trials) -> list[Row]:
 
 def seconds(turns: int, trials: Trials) -> list[Row]:
     found: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    others: list[float] = []
     for turn in range(turns):
         for name in list(VARIANTS)[:: 1 if turn % 2 else -1]:
-            found[name].append(trials(f"{name}, turn {turn}", partial(step_s, VARIANTS[name])))
+            one = trials(f"{name}, turn {turn}", partial(timed, VARIANTS[name]))
+            found[name].append(one["step_s"])
+            others.append(one["others"])
+    at_rest = max(others) < QUIET
     middle = {name: round(median(each), 4) for name, each in found.items()}
     rows = []
-    for baseline, claimed, holds_from, holds_to in (
-        ("plain, twice the rows", 1.0, 0.0, 1.15),
-        ("one process", 2 / 3, 0.0, 0.8),
-        ("plain", 2.0, 0.0, 2.3),
+    for baseline, claimed, most in (
+        ("plain, twice the rows", 1.0, 1.15),
+        ("one process", 2 / 3, 0.8),
+        ("plain", 2.0, 2.3),
     ):
         each = [a / b for a, b in zip(found["companion"], found[baseline], strict=True)]
         rows.append(
             Row(
                 method="conadv",
                 claim="seconds of a step with a companion process; predicted: as many as its own forwards and "
-                f"backwards; holds: {holds_to:g} at most",
+                f"backwards; holds: {most:g} at most, where no other program takes more than {QUIET:g} of a core",
                 baseline=baseline,
                 ratio=round(median(each), 4),
                 paper_ratio=round(claimed, 3),
@@ -115,8 +123,11 @@ def seconds(turns: int, trials: Trials) -> list[Row]:
                 seeds=turns,
                 setting=f"batch {BATCH} of digits, two convolutions of {WIDE} and {2 * WIDE} channels, one thread per "
                 f"process, median of {TIMED - SKIPPED} steps",
-                holds=holds_from < median(each) <= holds_to,
-                details={"step_s": middle},
+                holds=median(each) <= most if at_rest else None,
+                details={
+                    "step_s": middle,
+                    "cores_taken_by_other_programs": [round(min(others), 2), round(max(others), 2)],
+                },
             )
         )
     return rows
@@ -144,11 +155,25 @@ def trained(adversarial: dict[str, Any], rate: float, seed: int, steps: int) -> 
     return found
 
 
-def step_s(train: dict[str, Any]) -> float:
-    """Return the median seconds of a step."""
+def timed(train: dict[str, Any]) -> dict[str, float]:
+    """Return the median seconds of a step, and how many cores other programs took meanwhile."""
     model = {"factory": "claims._digits_cnn:net", "config": {"width": WIDE}}
+    began, busy, own = time.perf_counter(), _busy_s(), _own_s()
     found = _run(model, Rows(copies=2), {"steps": TIMED, "optimizer": {"sgd": {"lr": 0.05}}, **train})
-    return median(one.step_s for one in found if one.step > SKIPPED)
+    wall, busy, own = time.perf_counter() - began, _busy_s() - busy, _own_s() - own
+    return {"step_s": median(one.step_s for one in found if one.step > SKIPPED), "others": (busy - own) / wall}
+
+
+def _busy_s() -> float:
+    """Return the seconds that all processors have worked since the machine was started; Linux."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    """Return the seconds that processors have worked for this process and its children that have ended."""
+    found = os.times()
+    return found.user + found.system + found.children_user + found.children_system
 
 
 def _run(model: Any, data: Rows, train: dict[str, Any]) -> list[records.Step]:
