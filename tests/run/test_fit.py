@@ -29,13 +29,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def looked_at(text: Path, *, processes: int = 2, batch: int = 8, **plan: Any) -> dict[str, Any]:
+def looked_at(
+    text: Path, *, processes: int = 2, batch: int = 8, train: Mapping[str, Any] | None = None, **plan: Any
+) -> dict[str, Any]:
     return dry_run(
         RunConfig.model_validate(
             {
                 "model": MODEL,
                 "data": {"source": f"text:{text}/*.txt", "sequence": 32, "cache": str(text / "cache")},
-                "train": {"batch": batch, "steps": 4, "lr_schedule": "constant"},
+                "train": {"batch": batch, "steps": 4, "lr_schedule": "constant", **(train or {})},
                 "machines": {"processes": processes},
                 "plan": {"exchange": "dense", **plan},
             }
@@ -69,6 +71,16 @@ def forecast(text: Path, **plan: Any) -> MemoryForecast:
         patch.setattr(Fit, "told", told)
         looked_at(text, **plan)
     return found[0]
+
+
+def test_a_companion_process_is_counted(text: Path) -> None:
+    plain, late, ahead = (
+        forecast(text, train={"adversarial": given}).ranks[0]
+        for given in ({}, {"epsilon": 0.1, "delay": 1}, {"epsilon": 0.1, "delay": 1, "ahead": True})
+    )
+    assert plain.adversarial == 0 < late.adversarial == late.parameters
+    assert ahead.activations == late.activations == 2 * plain.activations
+    assert ahead.adversarial - late.adversarial > plain.activations + (256 << 20)
 
 
 def test_states_are_divided_where_they_are_sharded(text: Path) -> None:

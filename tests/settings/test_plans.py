@@ -140,6 +140,7 @@ WRITTEN: dict[str, list[Any]] = {
     "train.adversarial.alpha": ["train.adversarial.alpha=0.1", "train.adversarial.epsilon=0.1"],
     "train.adversarial.direction": ["train.adversarial.direction=normalized", "train.adversarial.epsilon=0.1"],
     "train.adversarial.delay": ["train.adversarial.delay=1", "train.adversarial.epsilon=0.1"],
+    "train.adversarial.ahead": ["train.adversarial.ahead=true", "train.adversarial.epsilon=0.1"],
     "train.adversarial.inputs": ["train.adversarial.inputs=[x]", "train.adversarial.epsilon=0.1"],
     "train.sample_max_new_tokens": ["train.sample_max_new_tokens=3", "train.sample_prompt=x"],
 }

@@ -89,7 +89,7 @@ def _train(
     settings = _as_given(config_from(config), model, data)
     place = read_environment() if launcher_of(os.environ) else _ALONE
     _one_rank_per_process(settings, place)
-    set_threads(settings.machines.threads, place.local_ranks)
+    set_threads(settings, place.local_ranks)
     set_memory(PlanMethods.asked(settings.plan).sharding)
     given = _data(data, settings)
     check_loss(given, settings)
@@ -321,7 +321,17 @@ def _source(
 
 
 def _check_as_it_is(config: RunConfig) -> None:
-    """Raise BadInput for settings that would change a module which a program passes: it is trained as it is."""
+    """Raise BadInput for settings that would change a module which a program passes: it is trained as it is. So for
+    those that need another one in another process.
+    """
+    if config.train.adversarial.ahead:
+        raise bad_input(
+            wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to build it in the companion "
+            "process too",
+            got="a module that is built already",
+            do="give {'factory': 'package.module:function'}, or set train.adversarial.ahead to false",
+            key="train.adversarial.ahead",
+        )
     if config.model.side != "none":
         raise bad_input(
             wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to put it beside",

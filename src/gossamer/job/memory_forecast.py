@@ -41,6 +41,7 @@ _FRAGMENTED = 1.0
 _IN_FLIGHT = 3  # buckets of a coded or divided exchange that are there at a time: as they are, coded, and received
 _ROUGHLY = 8  # numbers of an output of a matrix that a step has at most: as they are, activated, their gradients
 _WIDTH_OF_SCORES = 64  # a block of four matrices has at most one head of attention per 16 numbers of its width
+_COMPANION = 320 << 20  # of its interpreter, libraries and threads, as of a worker (job/fit.py)
 _WORK = {Op.F: 1.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0, Op.RECOMPUTE: 1.0, Op.B: 2.0}  # of stages that take alike
 
 
@@ -54,6 +55,7 @@ class RankMemory:
     exchange: int  # residuals and the like
     outer_loop: int
     activations: int
+    adversarial: int  # weights of the last step, and a companion process
     allocator: int  # what the heap of a process that keeps freed memory does not find again
     messages: int
     checkpoint: int
@@ -195,17 +197,32 @@ class _Parts:
         limits = sharding.limits if isinstance(sharding, Tiers) else None
         if limits is not None:  # buffers are gradients and states on their way
             kept, trained, copies, owned = min(kept, limits.device.limit), 0, 0, min(limits.host.limit, 4 * kept)
+        activations = self._activations(ghosts.get(replica), replica, place)
+        growth = round(activations * self._unused(ghosts.get(replica)))
+        passes = 2 if self.recipe.config.train.adversarial.epsilon else 1  # of which both graphs are there at a time
         return RankMemory(
             parameters=kept + self._buffers(place) + self._unsharded(),
             gradients=trained * copies,
             optimizer=owned,
             exchange=states,
             outer_loop=outer,
-            activations=(activations := self._activations(ghosts.get(replica), replica, place)),
-            allocator=round(activations * self._unused(ghosts.get(replica))),
+            activations=passes * activations,
+            adversarial=self._adversarial(place, kept, activations + growth),
+            allocator=passes * growth,
             messages=messages + round_bytes,
             checkpoint=0 if limits else self._checkpoint(held, sizes, kept, owned + outer, states),
         )
+
+    def _adversarial(self, place: int, kept: int, activations: int) -> int:
+        """Return the bytes of the weights and buffers of the last step, and of a companion process where there is one.
+
+        `activations`: of one pass, with the growth of the heap.
+        """
+        settings = self.recipe.config.train.adversarial
+        if not (settings.epsilon and settings.delay):
+            return 0
+        before = kept + self._buffers(place)  # with a companion that of untrained ones too
+        return before + (_COMPANION + self._buffers(place) + activations if settings.ahead else 0)
 
     def _names(self, place: int) -> frozenset[str]:
         """Return the names of the parameters and buffers that the ranks at a place of the pipeline hold."""

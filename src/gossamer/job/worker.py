@@ -60,7 +60,7 @@ def run_rank(
     place = ready.place
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
-    set_threads(config.machines.threads, place.local_ranks)
+    set_threads(config, place.local_ranks)
     is_resumed = resume or place.start.resume_step >= 0
     data = _data(directory, config, is_resumed=is_resumed)
     origin = origin_for(config, data.corpus)

@@ -119,7 +119,9 @@ def _reasons(found: Recipe, request: Request) -> dict[str, str]:
     if remarks := "; ".join(filter(None, (found.optimizer.remark, told))):
         notes["optimizer"] = remarks
     if found.config.train.adversarial.epsilon:
-        notes["adversarial"] = "three passes a step and twice the activations, which the estimates leave out"
+        ahead = found.config.train.adversarial.ahead
+        passes = "two passes a step, beside one in a companion process," if ahead else "three passes a step,"
+        notes["adversarial"] = f"{passes} which the estimates of time leave out"
     loop = found.sync.loop
     if loop is not None and (unused := recipe.not_used_inside(loop, plan.islands, plan.exchange)):
         notes["exchange"] = unused

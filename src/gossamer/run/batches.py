@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,6 +192,7 @@ class Feed:
     seed: int
     only: frozenset[int] | None = None
     pace: LocalStepSchedule = field(default_factory=LocalStepSchedule)
+    _early: dict[int, dict[int, MicroBatch]] = field(default_factory=dict)  # by step, of steps still to come
 
     def makes(self, step: int) -> bool:
         """Return whether this replica takes part in `step`."""
@@ -208,6 +210,28 @@ class Feed:
 
         The first one of the next step is announced where that is of use.
         """
+        early = self._early.pop(step, None)
+        return self._read(step) if early is None else early
+
+    def look_ahead(self, step: int) -> Mapping[int, MicroBatch]:
+        """Return the micro-batches of a step to come. They are kept for `fetch`, so the data set is read once.
+
+        Raises BadInput for items that draw from the default generators: their numbers would follow from when they are
+        read, and a resumed run would draw others.
+        """
+        before = _generators()
+        self._early[step] = self._read(step)
+        if _generators() != before:
+            raise bad_input(
+                wanted="a dataset whose items draw no random numbers of the default generators, where batches are read "
+                "a step early",
+                got=f"items of step {step} that do",
+                do="draw from a generator that the item's index seeds, or set train.adversarial.ahead to false",
+                key="data",
+            )
+        return self._early[step]
+
+    def _read(self, step: int) -> dict[int, MicroBatch]:
         first_row = sum(self.plan.rows[: self.replica])
         found = {
             number: MicroBatch(first_row + row, self.batches.batch(indices))
@@ -230,6 +254,12 @@ class Feed:
             for number, (a, b) in enumerate(pairwise(borders))
             if self.only is None or number in self.only
         ]
+
+
+def _generators() -> tuple[object, ...]:
+    """Return the states of the default generators of torch (on the CPU), Python and numpy, to be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(name), np.asarray(keys).tobytes(), *rest
 
 
 def cut(rows: int, pieces: int) -> list[int]:

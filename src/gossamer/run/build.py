@@ -19,9 +19,20 @@ from gossamer.optimizer import Optimizer
 from gossamer.optimizer.master import Master
 from gossamer.pipeline.tied_weights import TiedWeights
 from gossamer.recipe import Recipe
-from gossamer.run.adversarial_step import AdversarialPart, AdversarialState, AdversarialStep, perturbed_inputs
+from gossamer.run.adversarial_step import (
+    AdversarialPart,
+    AdversarialState,
+    AdversarialStep,
+    Attack,
+    OfPresentWeights,
+    OfPreviousWeights,
+    PerturbedInputs,
+    forms_of,
+    perturbed_inputs,
+)
 from gossamer.run.batches import Feed, moved
 from gossamer.run.checkpoint import contents_of, trainable
+from gossamer.run.companion import Companion
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
 from gossamer.run.evaluation import Evaluator
 from gossamer.run.evaluation_point import EvaluationPoint
@@ -36,6 +47,7 @@ from gossamer.run.outer_steps import OuterSteps
 from gossamer.run.parts import Parts
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.reexecution import Reexecution
+from gossamer.run.shared_tensors import SharedTensors
 from gossamer.run.staged_model import Forward
 from gossamer.run.step_algorithm import Gradients, GradientStep, StepAlgorithm
 from gossamer.run.step_attempts import StepAttempts
@@ -99,7 +111,7 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     apart = _outer_loop(given, states, replica, truth)
     feed = _feed(given, pipeline)
     watch = around.saver.watch = Watch.of(parts)
-    adversarial = _adversarial(given)
+    adversarial = _adversarial(given, feed)
     attacked = None if adversarial is None else adversarial.state
     taught = engine.objective if isinstance(engine.objective, TaughtLoss) else None
     course = engine.objective.course if isinstance(engine.objective, Taught) else None
@@ -108,11 +120,11 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     )
     stages = RankStages(engine=engine, pieces=pieces_of(parts, engine), pipeline=pipeline, pump=pump)
     tied = TiedWeights.of(rank, levels, states.holdings)
-    pieces = stages.pieces if adversarial is None else {0: adversarial}
+    pieces = stages.pieces if adversarial is None else {0: AdversarialPart(engine, adversarial)}
     gradients = Gradients(pieces=pieces, pipeline=pipeline, tied=tied, pump=pump, replica=replica, at=around.at)
     descent = _descent(given, gradients, states, _vectors(given, rule, replica))
     if adversarial is not None:
-        descent = AdversarialStep(inner=descent, state=adversarial.state)
+        descent = AdversarialStep(inner=descent, inputs=adversarial)
     if taught is not None and taught.inner.is_adaptive:
         descent = CoursedStep(inner=descent, loss=taught)
     if recipe.sync.probe is not None:
@@ -286,13 +298,34 @@ def _zeroth_order(given: _Inputs, stages: RankStages, probing: sync.ZerothOrderR
     )
 
 
-def _adversarial(given: _Inputs) -> AdversarialPart | None:
-    """Return the model with a loss on perturbed inputs too; None without adversarial training. Raises BadInput."""
-    settings, module = given.parts.config.train.adversarial, given.parts.module
+def _adversarial(given: _Inputs, feed: Feed) -> PerturbedInputs | None:
+    """Return where the perturbed inputs of steps come from; None without adversarial training. Raises BadInput."""
+    parts, settings, module = given.parts, given.parts.config.train.adversarial, given.parts.module
     if not settings.epsilon:
         return None
-    inputs = perturbed_inputs(settings, given.parts.train.batch(np.zeros(1, np.int64)), given.engine.caller)
-    return AdversarialPart(given.engine, settings, inputs, AdversarialState.of(module, given.params, settings))
+    row = parts.train.batch(np.zeros(1, np.int64))
+    attack = Attack(given.engine, settings, perturbed_inputs(settings, row, given.engine.caller))
+    if not settings.ahead:
+        state = AdversarialState.of(module, given.params, settings)
+        return OfPreviousWeights(attack, state) if settings.delay else OfPresentWeights(attack, state)
+    if parts.device.type != "cpu":
+        raise bad_input(
+            wanted="a run on CPUs with train.adversarial.ahead, as a companion process shares memory with its rank",
+            got=f"one on {parts.device.type}",
+            do="set train.adversarial.ahead to false",
+            key="train.adversarial.ahead",
+        )
+    memory = SharedTensors.new(forms_of(module))
+    return Companion(
+        attack=attack,
+        state=AdversarialState.of(module, given.params, settings, memory),
+        memory=memory,
+        feed=feed,
+        config=parts.config,
+        units=parts.units,
+        rows=row,
+        at=given.around.at,
+    )
 
 
 def _goal(train: TrainSection) -> Goal:

@@ -8,6 +8,7 @@ import torch
 
 from gossamer.run.allocator import give_freed_memory_back, keep_freed_memory
 from gossamer.sharding import Sharding
+from gossamer.spec.config import RunConfig
 
 
 def set_memory(sharding: Sharding) -> None:
@@ -21,13 +22,14 @@ def set_memory(sharding: Sharding) -> None:
         keep_freed_memory()
 
 
-def set_threads(wanted: int | str, local_ranks: int) -> None:
-    """Set the number of compute threads of this process.
+def set_threads(config: RunConfig, local_ranks: int) -> None:
+    """Set the number of compute threads of this process: `machines.threads`.
 
-    `wanted`: that number, or `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly
-    by `local_ranks`.
+    `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly by its ranks, or by its
+    ranks and their companion processes.
     """
+    wanted, processes = config.machines.threads, local_ranks * (2 if config.train.adversarial.ahead else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     given = os.environ.get("OMP_NUM_THREADS", "")
-    shared = int(given) if given.isdigit() and int(given) else max(1, cores // local_ranks)
+    shared = int(given) if given.isdigit() and int(given) else max(1, cores // processes)
     torch.set_num_threads(shared if wanted == "auto" else int(wanted))

@@ -218,6 +218,11 @@ class AdversarialSection(Section):
         description="compute the perturbation with the present weights (0) or those before the last step (1), as "
         "where it is computed ahead",
     )
+    ahead: bool = Field(
+        False,
+        description="a companion process of each rank computes the perturbation of the next batch while the rank "
+        "computes this step; wants delay 1",
+    )
     inputs: list[str] = Field(
         [], description="keys of a batch to perturb; default: the one real-valued input of the model's forward"
     )

@@ -179,7 +179,7 @@ def _without_epsilon(name: str) -> Unread:
 UNREAD: tuple[Unread, ...] = (
     *_BESIDE_TEXT,
     *map(_without_text, ("source", "tokenizer", "pack", "isolate", "validation", "cache")),
-    *map(_without_epsilon, ("alpha", "direction", "delay", "inputs")),
+    *map(_without_epsilon, ("alpha", "direction", "delay", "ahead", "inputs")),
     Unread(
         key="data.config",
         is_written=lambda c: c.data.config != _DATA.config,

@@ -71,6 +71,7 @@ LAWS: tuple[Law, ...] = (
     verification.verification_with_replicas,
     adversarial.adversarial_with_layout,
     adversarial.adversarial_with_training,
+    adversarial.adversarial_ahead,
     side.side_alone,
     side.tokens_with_loss,
     distillation.teacher_with_training,

@@ -7,6 +7,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import MethodConfig, told
 
 _KEY = "train.adversarial"
+_AHEAD = "train.adversarial.ahead"
 _OFF = "set train.adversarial.epsilon to 0"
 
 
@@ -75,5 +76,28 @@ def adversarial_with_training(recipe: Recipe) -> BadInput | None:
             got="always",
             do="set train.prove to auto",
             key="train.prove",
+        )
+    return None
+
+
+def adversarial_ahead(recipe: Recipe) -> BadInput | None:
+    """Return an error for a companion process that could not compute what the rank itself would."""
+    settings = recipe.config.train.adversarial
+    if not (settings.epsilon and settings.ahead):
+        return None
+    if not settings.delay:
+        return bad_input(
+            wanted="train.adversarial.delay 1 with ahead: a perturbation that is computed a step early has the weights "
+            "of the step before",
+            got="0",
+            do=f"set train.adversarial.delay to 1, or {_AHEAD} to false",
+            key="train.adversarial.delay",
+        )
+    if recipe.methods.savers:
+        return bad_input(
+            wanted=f"no plan.savers with {_AHEAD}: the companion process runs the model as it is",
+            got=", ".join(told(one) for one in recipe.plan.savers),
+            do=f"set plan.savers to none, or {_AHEAD} to false",
+            key="plan.savers",
         )
     return None

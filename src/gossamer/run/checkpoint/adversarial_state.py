@@ -1,4 +1,4 @@
-"""The state of adversarial training in a checkpoint: "adversarial/previous/..." and "adversarial/statistics/..."."""
+"""The state of adversarial training in a checkpoint: "adversarial/previous/..." and "buffers", "statistics"."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = "adversarial/"
 
 @dataclass(frozen=True, slots=True)
 class SavedAdversarial(Stateful):
-    """The weights before the last step, and the second statistics of batch normalization."""
+    """The weights and persistent buffers before the last step, and the second statistics of batch normalization."""
 
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 
@@ -25,6 +25,10 @@ class SavedAdversarial(Stateful):
     def slices(self) -> Iterator[StateSlice]:
         for name, tensor in self.state.previous.items():
             yield StateSlice.whole(f"{_PREFIX}previous/{name}", tensor, SliceCopies.REPLICATED)
+        persistent = self.state.module.state_dict(keep_vars=True).keys()
+        for name, tensor in self.state.previous_buffers.items():
+            if name in persistent:
+                yield StateSlice.whole(f"{_PREFIX}buffers/{name}", tensor, SliceCopies.PER_REPLICA)
         for name, tensor in self.state.statistics.items():
             yield StateSlice.whole(f"{_PREFIX}statistics/{name}", tensor, SliceCopies.PER_REPLICA)
 
