@@ -13,56 +13,54 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
+Matrix = list[list[float]]
 
 
-def optimal_flow(costs: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return the flow (m, n), in float64, whose sum is 1. Costs that are no finite numbers: 1 / (m n) everywhere."""
-    cost = np.asarray(costs, dtype=np.float64)
-    m, n = cost.shape
-    if not np.isfinite(cost).all():  # a run that diverges: the loss is to say so
-        return np.full((m, n), 1 / (m * n))
+def optimal_flow(costs: Sequence[Sequence[float]]) -> Matrix:
+    """Return the flow, m rows of n, whose sum is 1. Costs that are no finite numbers: 1 / (m n) everywhere."""
+    m, n = len(costs), len(costs[0])
+    if not all(math.isfinite(one) for row in costs for one in row):  # a run that diverges: the loss is to say so
+        return [[1 / (m * n)] * n for _ in range(m)]
     units = math.lcm(m, n)
-    flow = np.zeros((m, n), dtype=np.int64)
-    supply, demand = np.full(m, units // m), np.full(n, units // n)
-    potential = np.concatenate([cost.min(1), np.zeros(n)]) * -1.0
-    while supply.any():
-        distance, before = _paths(cost + potential[:m, None] - potential[None, m:], flow, supply)
-        ends = np.where(demand > 0, distance[m:], np.inf)
-        node = m + int(ends.argmin())
-        potential += np.minimum(distance, distance[node])
+    flow = [[0] * n for _ in range(m)]
+    supply, demand = [units // m] * m, [units // n] * n
+    potential = [-min(row) for row in costs] + [0.0] * n
+    while any(supply):
+        reduced = [[max(costs[i][j] + potential[i] - potential[m + j], 0.0) for j in range(n)] for i in range(m)]
+        distance, before = _paths(reduced, flow, supply)
+        node = m + min((j for j in range(n) if demand[j]), key=lambda j: distance[m + j])
+        potential = [one + min(far, distance[node]) for one, far in zip(potential, distance, strict=True)]
         path = [node]
         while before[path[-1]] >= 0:
-            path.append(int(before[path[-1]]))
+            path.append(before[path[-1]])
         steps = [(a, b) for b, a in pairwise(path)]
-        back = [flow[b, a - m] for a, b in steps if a >= m]
-        moved = min(supply[path[-1]], demand[node - m], *back)
+        moved = min(supply[path[-1]], demand[node - m], *(flow[b][a - m] for a, b in steps if a >= m))
         for a, b in steps:
             if a < m:
-                flow[a, b - m] += moved
+                flow[a][b - m] += moved
             else:
-                flow[b, a - m] -= moved
+                flow[b][a - m] -= moved
         supply[path[-1]] -= moved
         demand[node - m] -= moved
-    return flow / units
+    return [[one / units for one in row] for row in flow]
 
 
-def _paths(reduced: np.ndarray, flow: np.ndarray, supply: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distance of each node (m + n) from a source with supply, and the node before it; -1: a source."""
-    m, n = reduced.shape
-    forward = np.maximum(reduced, 0.0)  # below 0 by rounding alone
-    distance = np.concatenate([np.where(supply > 0, 0.0, np.inf), np.full(n, np.inf)])
-    before, is_open = np.full(m + n, -1), np.ones(m + n, dtype=bool)
-    for _ in range(m + n):
-        at = int(np.where(is_open, distance, np.inf).argmin())
-        if not is_open[at] or not np.isfinite(distance[at]):
-            break
-        is_open[at] = False
+def _paths(reduced: Matrix, flow: list[list[int]], supply: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Return the distance of each node (m + n) from a source with supply, and the node before it; -1: a source.
+
+    A step goes forward at its reduced cost, or back along a flow, whose reduced cost is 0.
+    """
+    m, n = len(reduced), len(reduced[0])
+    distance = [0.0 if one else math.inf for one in supply] + [math.inf] * n
+    before, left = [-1] * (m + n), set(range(m + n))
+    while left:
+        at = min(left, key=lambda node: (distance[node], node))
+        left.remove(at)
         if at < m:
-            targets, found = slice(m, m + n), distance[at] + forward[at]
-        else:  # back along a flow, whose reduced cost is 0
-            targets, found = slice(0, m), np.where(flow[:, at - m] > 0, distance[at], np.inf)
-        better = is_open[targets] & (found < distance[targets])
-        distance[targets][better] = found[better]
-        before[targets][better] = at
+            found = {m + j: distance[at] + cost for j, cost in enumerate(reduced[at])}
+        else:
+            found = {i: distance[at] for i in range(m) if flow[i][at - m]}
+        for node, far in found.items():
+            if node in left and far < distance[node]:
+                distance[node], before[node] = far, at
     return distance, before

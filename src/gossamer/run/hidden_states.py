@@ -146,7 +146,7 @@ class EarthMovers:
     def __call__(self, costs: Tensor) -> Tensor:
         """Return the sum of the costs (pairs,) by the optimal flow, (); no gradient goes through the flow."""
         flow = optimal_flow(costs.detach().view(self.student, -1).tolist())
-        return (costs * torch.from_numpy(flow).to(costs).flatten()).sum()
+        return (costs * torch.tensor(flow).to(costs).flatten()).sum()
 
 
 def token_rows(hidden: Tensor, batch: Mapping[str, Tensor], what: str) -> Tensor:
