@@ -47,6 +47,7 @@ ELSEWHERE = (
     (r"gossamer (train meta|eval whole)", "tests/grow/test_assemble.py", "def test_an_assembled_model_has_each"),
     (r"gossamer grow ", "tests/grow/test_growth_job.py", "def test_a_run_is_grown_with_its_moments_and_trains_on"),
     (r"gossamer train .*model\.start", "tests/run/test_start_folder.py", "def test_a_run_begins_with_weights"),
+    (r"gossamer recommend ", "tests/cli/test_recommend.py", "def test_what_was_not_tried_is_ranked"),
     (r"gossamer sweep .*--halving", "tests/system/test_sweep.py", "def test_halving_trains_the_better_half_on"),
     (r"gossamer sweep ", "tests/system/test_sweep.py", "def test_it_ranks_by_the_validation_of_its_runs"),
 )
