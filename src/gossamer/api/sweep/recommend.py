@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSweep:
-    """The finished runs of one sweep's folder. `tried`: key -> its values as they were written."""
+    """The finished runs of one sweep's folder. `tried`: key -> its values in them, as written."""
 
     file: Path
     metric: str
@@ -75,7 +75,7 @@ class ReadSweep:
             for (at, steps), of in sorted(scores.items())
         )
         tried: dict[str, dict[str, None]] = {}
-        for key, _, value in (one.partition("=") for point in points for one in point):
+        for key, _, value in (one.partition("=") for at in sorted({at for at, _ in scores}) for one in points[at]):
             tried.setdefault(key, {})[value] = None
         return ReadSweep(file=file, metric=metric, rows=rows, tried={key: tuple(of) for key, of in tried.items()})
 
