@@ -110,7 +110,7 @@ class Column:
     is_log: bool = False
 
     def of(self, values: Values) -> float:
-        value = values.get(self.key)
+        value: Any = values.get(self.key)
         if self.equals is not None:
             return float(json.dumps(value) == self.equals)
         return float(np.log10(value)) if self.is_log else float(value)
