@@ -50,6 +50,7 @@ ELSEWHERE = (
     (r"gossamer distill ", "tests/system/test_distill.py", "def test_a_run_teaches_another"),
     (r"gossamer teach ", "tests/cli/test_teach.py", "def test_it_serves_until_it_is_told_to_end"),
     (r"gossamer train student", "tests/run/test_remote_teacher.py", "def test_hidden_rows_give_the_losses"),
+    (r"gossamer recommend ", "tests/cli/test_recommend.py", "def test_what_was_not_tried_is_ranked"),
     (r"gossamer sweep .*--halving", "tests/system/test_sweep.py", "def test_halving_trains_the_better_half_on"),
     (r"gossamer sweep ", "tests/system/test_sweep.py", "def test_it_ranks_by_the_validation_of_its_runs"),
 )

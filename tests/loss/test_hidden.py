@@ -121,6 +121,7 @@ def test_blocks_are_paired_evenly_or_from_the_end() -> None:
     assert built(layers="last").paired(4, 12) == [(0, 8), (1, 9), (2, 10), (3, 11)]
     assert built(pairs=2).paired(4, 6) == [(1, 2), (3, 5)]
     assert built(pairs=1, layers="last").paired(4, 6) == [(3, 5)]
+    assert built(layers="emd").paired(2, 3) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     for student, teacher in ((4, 3), (0, 3)):
         with pytest.raises(BadInput, match=f"got {student} in the student and {teacher} in the teacher"):
             built().paired(student, teacher)
@@ -134,7 +135,8 @@ def test_blocks_are_paired_evenly_or_from_the_end() -> None:
         ({"output": "next_token"}, "got next_token"),
         ({"match_weight": 0}, "match_weight"),
         ({"pairs": -1}, "0 or more pairs"),
-        ({"layers": "emd"}, "one of skip, last"),
+        ({"layers": "first"}, "one of skip, last, emd"),
+        ({"layers": "emd", "pairs": 2}, "pairs 0 with emd"),
         ({"by": {"mi_alpha": {"alpha": 1.5}}}, "from 0 to 1"),
         ({"by": {"mi_alpha": {"tokens": 1}}}, "2 or more tokens"),
     ],

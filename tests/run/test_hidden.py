@@ -66,9 +66,10 @@ def test_maps_are_trained_beside_the_student_and_no_part_of_it(pool: Pool, teach
     assert ours == pytest.approx(plain, rel=0.1)  # of the labels, and not of the match
 
 
-def test_a_resume_is_bit_equal(pool: Pool, teacher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [{}, {"layers": "emd", "pairs": 0}], ids=["skip", "emd"])
+def test_a_resume_is_bit_equal(pool: Pool, teacher: str, tmp_path: Path, layers: dict[str, Any]) -> None:
     """Tokens are drawn (6 of some 60) by seed, step and micro-batch, and the maps go on with their moments."""
-    given = sections(hidden(teacher, MI), accumulate=2)
+    given = sections(hidden(teacher, MI, **layers), accumulate=2)
     whole = train(pool, 2, tmp_path / "whole", given)
     train(pool, 2, tmp_path / "part", given, until=3)
     part = train(pool, 2, tmp_path / "part", given, resume=True)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss import hidden_match
-from gossamer.run.hidden_states import CHILD, BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
+from gossamer.run.hidden_states import (
+    CHILD,
+    BlockTaps,
+    EarthMovers,
+    HiddenMaps,
+    HiddenTerm,
+    attach,
+    blocks_of,
+    token_rows,
+)
 from gossamer.spec.errors import BadInput
 
 
@@ -42,7 +51,8 @@ def term(student: nn.Module, teacher: nn.Module, by: Any, pairs: list[tuple[str,
     maps = HiddenMaps([match.shapes(4, 6) for _ in pairs], next(student.parameters()), 0)
     attach(student, maps)
     taps = [BlockTaps.on("", one, [pair[n] for pair in pairs]) for n, one in enumerate((student, teacher))]
-    return HiddenTerm(by=match, weight=weight, pairs=pairs, maps=maps, student=taps[0], teacher=taps[1])
+    numbered = [(*pair, at) for at, pair in enumerate(pairs)]
+    return HiddenTerm(by=match, weight=weight, pairs=numbered, maps=maps, student=taps[0], teacher=taps[1])
 
 
 def ran(found: HiddenTerm, student: nn.Module, teacher: nn.Module, rows: dict[str, Tensor]) -> Tensor:
@@ -98,6 +108,15 @@ def test_tokens_are_drawn_by_the_generator_where_there_are_more() -> None:
         torch.manual_seed(seed)
         drawn.append(float(ran(found, student, teacher, rows).detach()))
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != values[0]
+
+
+def test_where_each_block_costs_least_with_its_own_the_distance_is_the_mean_over_pairs() -> None:
+    costs = torch.tensor([[0.1, 3.0, 2.0], [2.0, 0.2, 4.0], [5.0, 2.0, 0.3]], requires_grad=True)
+    value = EarthMovers(3)(costs.flatten())
+    value.backward()
+    assert float(value.detach()) == pytest.approx(float(costs.detach().diagonal().mean()))
+    assert costs.grad is not None and torch.equal(costs.grad, torch.eye(3) / 3)  # the flow alone
+    assert EarthMovers(3)(torch.full((9,), torch.nan)).isnan()
 
 
 def test_a_row_with_one_label_is_the_mean_of_its_tokens() -> None:

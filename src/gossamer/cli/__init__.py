@@ -101,6 +101,11 @@ COMMANDS = {  # name: (where, what `gossamer --help` says, an example)
         "Train a configuration with several values of its keys, and compare the results.",
         "sweep run.yaml train.optimizer.adamw.lr=1e-4,3e-4 --seeds 3",
     ),
+    "recommend": (
+        "recommend:recommend",
+        "Predict which combinations to try next, by a regression on the results of sweeps.",
+        "recommend runs/sweep-NAME --for run.yaml --top 3",
+    ),
     "methods": (
         "methods:methods",
         "List the available methods by category, or describe one.",

@@ -32,7 +32,7 @@ from gossamer.model.text_stream import TextCoder
 from gossamer.recipe.conflicts.side import pooled
 from gossamer.run.batches import RankBatch, moved
 from gossamer.run.engine import check_isolates, takes_positions
-from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
+from gossamer.run.hidden_states import BlockTaps, EarthMovers, HiddenMaps, HiddenTerm, attach, blocks_of, token_rows
 from gossamer.run.parts import Parts
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
 from gossamer.run.remote_teacher.messages import Facts, Terms
@@ -380,12 +380,20 @@ def matched(
         {path: token_rows(one, rows, f"{path} {which.whose}").shape[1] for path, one in which.taken().items()}
         for which in (taps, theirs)
     ]
-    shapes = [asked.by.shapes(widths[0][one], widths[1][another]) for one, another in pairs]
+    sizes = [(widths[0][one], widths[1][another]) for one, another in pairs]
+    is_emd = asked.layers == "emd"
+    sets = list(dict.fromkeys(sizes)) if is_emd else sizes
+    shapes = [asked.by.shapes(*one) for one in sets]
+    numbered = [(*pair, sets.index(sizes[at]) if is_emd else at) for at, pair in enumerate(pairs)]
     maps = HiddenMaps(shapes, next(student.parameters()), parts.config.train.seed)
     ending.callback(attach(student, maps))
     told = ", ".join(f"{one} with {another}" for one, another in pairs)
+    if is_emd:
+        told = f"{len(own)} blocks with all {len(other)} of the teacher"
     said = f"{told}: {_parameters(maps):,} parameters of maps are trained too, and no part of the model"
-    term = HiddenTerm(by=asked.by, weight=asked.match_weight, pairs=pairs, maps=maps, student=taps, teacher=theirs)
+    term = HiddenTerm(by=asked.by, weight=asked.match_weight, pairs=numbered, maps=maps, student=taps, teacher=theirs)
+    if is_emd:
+        term = replace(term, join=EarthMovers(len(own)))
     return term, teacher_event("info", f"hidden states of {said}")
 
 

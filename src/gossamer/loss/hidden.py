@@ -1,12 +1,14 @@
 """Hidden: beside the teacher's words, the hidden states of its blocks are to be found in those of the student.
 
 Equation: loss = D + w mean_j M(x_j, y_j),    j over the pairs of blocks
+or, with `emd`: loss = D + w sum_ij F_ij M(x_i, y_j),    F the optimal transport of costs M
 Symbols: D the loss of `output`, M that of `by`, w `match_weight`; x_j, y_j the outputs of a block of the student and of
 one of the teacher at the tokens with a valid label. Of m blocks of the student and n of the teacher, pair j of k is
 with `skip` block ceil(j m / k) of the student and ceil(j n / k) of the teacher, from 1 on, with `last` m - k + j and
-n - k + j.
-H. Zhang et al., Distiller, SustaiNLP 2021, https://arxiv.org/abs/2109.11105. Unlike the paper: no map by earth mover's
-distance.
+n - k + j. With `emd` every block is matched with every one; F (m, n) has rows of sum 1 / m and columns of sum 1 / n
+(`ops/transport.py`), and no gradient goes through it.
+H. Zhang et al., Distiller, SustaiNLP 2021, https://arxiv.org/abs/2109.11105; `emd`: J. Li et al., BERT-EMD, EMNLP 2020,
+https://arxiv.org/abs/2010.06133. Unlike BERT-EMD: the weights of blocks stay equal (no cost attention).
 """
 
 from __future__ import annotations
@@ -32,17 +34,18 @@ class Hidden(Loss):
 
     output        the distillation of outputs, with its teacher: {kl: {teacher: FOLDER}}
     by            how two blocks are compared; its learned maps are trained with the student, and no part of the model
-    layers        which blocks are compared: skip, evenly spread ones, or last
-    pairs         how many blocks are compared; 0: all blocks of the student
+    layers        which blocks are compared: skip, evenly spread ones, last, or emd, all with all, each as much as the
+                  earth mover's distance says; one set of maps then serves all pairs of equal widths
+    pairs         how many blocks are compared; 0: all blocks of the student; emd: 0
     match_weight  multiplies the match
 
     mse and cosine are means over tokens, exact on any number of ranks and micro-batches. mi_alpha compares the tokens
-    of one micro-batch with each other: it depends on how a batch is divided.
+    of one micro-batch with each other, and emd has a flow for each micro-batch: both depend on how a batch is divided.
     """
 
     output: Loss = field(default_factory=Kl)
     by: HiddenMatch = field(default_factory=Mse)
-    layers: Literal["skip", "last"] = "skip"
+    layers: Literal["skip", "last", "emd"] = "skip"
     pairs: int = 0
     match_weight: float = 1.0
 
@@ -51,6 +54,11 @@ class Hidden(Loss):
         if self.pairs < 0:
             do = "give how many, or 0 for all blocks of the student"
             raise bad_input(wanted="0 or more pairs of blocks", got=str(self.pairs), do=do, key="pairs")
+        if self.pairs and self.layers == "emd":
+            do = "leave pairs out, or take layers: skip"
+            raise bad_input(
+                wanted="pairs 0 with emd, which matches all blocks", got=str(self.pairs), do=do, key="pairs"
+            )
         if not isinstance(self.output, Distillation) or self.output.is_adaptive or self.output.top_k:
             raise bad_input(
                 wanted="a distillation whose teacher runs beside the student, towards a target that does not follow "
@@ -79,6 +87,8 @@ class Hidden(Loss):
 
     def paired(self, student: int, teacher: int) -> list[tuple[int, int]]:
         """Return the pairs of blocks, from 0 on, of models with so many. Raises BadInput where one has too few."""
+        if self.layers == "emd" and student and teacher:
+            return [(at, to) for at in range(student) for to in range(teacher)]
         count = self.pairs or student
         if not 0 < count <= min(student, teacher):
             raise bad_input(

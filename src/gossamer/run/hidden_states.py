@@ -21,6 +21,7 @@ from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.model.units import block_names
+from gossamer.ops.transport import optimal_flow
 from gossamer.spec.errors import bad_input
 
 CHILD = "hidden_match"  # attribute of the student while it is trained
@@ -78,7 +79,10 @@ class BlockTaps:
 
 
 class HiddenMaps(nn.Module):
-    """The learned maps of each pair of blocks, `NAME_PAIR`, in the type of the student. They have no forward."""
+    """The learned maps, a set for each pair of blocks or for several, `NAME_SET`, in the type of the student.
+
+    They have no forward.
+    """
 
     def __init__(self, shapes: Sequence[Mapping[str, tuple[int, ...]]], like: Tensor, seed: int) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class HiddenMaps(nn.Module):
                 self.register_parameter(f"{name}_{pair}", nn.Parameter(drawn.to(like.device, like.dtype)))
 
     def of(self, pair: int) -> dict[str, Tensor]:
-        """Return the maps of a pair, in float32."""
+        """Return a set of maps, in float32."""
         return {name: self.get_parameter(f"{name}_{pair}").float() for name in self.names[pair]}
 
 
@@ -106,13 +110,14 @@ class HiddenTerm:
 
     by: HiddenMatch
     weight: float
-    pairs: Sequence[tuple[str, str]]
+    pairs: Sequence[tuple[str, str, int]]
     maps: HiddenMaps
     student: BlockTaps
     teacher: BlockTaps
+    join: Callable[[Tensor], Tensor] = torch.mean
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean of the match over pairs of blocks and tokens with a valid label, () float32.
+        """Return the weighted match, joined over pairs of blocks, a mean over tokens with a valid label, () float32.
 
         Random numbers are drawn where not all tokens are compared: under `ModelRuntime.loss` they depend on seed, step
         and micro-batch alone. Raises BadInput for hidden states of other tokens than the batch's.
@@ -125,11 +130,23 @@ class HiddenTerm:
             valid = valid[torch.randperm(len(valid), device=valid.device)[:most].sort().values]
         found = []
         with torch.autocast(labels.device.type, enabled=False):
-            for pair, (own, other) in enumerate(self.pairs):
+            for own, other, which in self.pairs:
                 x = token_rows(ours[own], batch, f"{own} of the student")[valid]
                 y = token_rows(theirs[other], batch, f"{other} of the teacher")[valid].detach()
-                found.append(self.by.loss(x.float(), y.float(), self.maps.of(pair)))
-            return self.weight * torch.stack(found).mean()
+                found.append(self.by.loss(x.float(), y.float(), self.maps.of(which)))
+            return self.weight * self.join(torch.stack(found))
+
+
+@dataclass(frozen=True, slots=True)
+class EarthMovers:
+    """The earth mover's distance between so many blocks of the student and any number of the teacher's."""
+
+    student: int
+
+    def __call__(self, costs: Tensor) -> Tensor:
+        """Return the sum of the costs (pairs,) by the optimal flow, (); no gradient goes through the flow."""
+        flow = optimal_flow(costs.detach().view(self.student, -1).tolist())
+        return (costs * torch.tensor(flow).to(costs).flatten()).sum()
 
 
 def token_rows(hidden: Tensor, batch: Mapping[str, Tensor], what: str) -> Tensor:

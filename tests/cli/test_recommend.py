@@ -1,0 +1,60 @@
+"""Recommendations from a sweep's folder that is written here: no run is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gossamer.api.sweep.command import Sweep
+from gossamer.api.sweep.journal import SweepFolder
+from gossamer.api.sweep.recommend import recommend_command
+from gossamer.api.sweep.trial import TrialResult
+from gossamer.cli import main
+from gossamer.spec.errors import BadInput
+
+LR, BATCH = "train.optimizer.adamw.lr", "train.batch"
+
+
+def swept(folder: Path, settings: list[str], figure: str = "validation_loss", left: int = 0) -> Path:
+    """A sweep whose score is 2 + log10(lr) / 10 + batch / 100; its last `left` points are open."""
+    file = folder.parent / "run.yaml"
+    file.write_text("train: {steps: 100}\n")
+    sweep, place = Sweep.of(file, settings, seeds=1, halving=False), SweepFolder(folder)
+    place.open(sweep.asked(), file)
+    for one in sweep.trials(range(len(sweep.points) - left), 1.0):
+        values = dict(text.split("=") for text in one.overrides)
+        exponent = int(values[LR].partition("e")[2])
+        score = 2 + exponent / 10 + int(values.get(BATCH, 8)) / 100
+        place.append(TrialResult(trial=one.name, outcome="done", figures={figure: score}))
+    return folder
+
+
+def test_what_was_not_tried_is_ranked_by_its_predicted_score(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = swept(tmp_path / "s", [f"{BATCH}=8,16,32", f"{LR}=1e-1,1e-2,1e-3,1e-4"], left=2)
+    told = recommend_command([folder])
+    assert [one["overrides"] for one in told["points"]] == [[f"{BATCH}=32", f"{LR}=1e-{n}"] for n in (4, 3)]
+    assert told["points"][0]["predicted"] == pytest.approx(1.92, abs=0.03)
+    assert told["rows"] == 10 and told["error"] < told["error_of_mean"] / 3
+    assert told["features"] == [BATCH, LR]
+    assert main(["recommend", str(folder), f"{LR}=1e-5,1e-6", "--top", "1", "--json"]) == 0
+    (best,) = json.loads(capsys.readouterr().out.splitlines()[-1])["points"]
+    assert best["overrides"] == [f"{LR}=1e-6"]
+
+
+def test_what_sweeps_cannot_tell_is_refused(tmp_path: Path) -> None:
+    folder = swept(tmp_path / "s", [f"{BATCH}=8,16,32", f"{LR}=1e-2,1e-3"])
+    few = swept(tmp_path / "few", [f"{LR}=1e-2,1e-3"])
+    other = swept(tmp_path / "other", [f"{LR}=1e-2,1e-3"], figure="final_loss")
+    for folders, settings, said in (
+        ([tmp_path / "none"], [], "the folder of a sweep with runs that are done"),
+        ([few], [], "6 or more combinations that are done, got 2"),
+        ([folder, other], [], "validation_loss and final_loss"),
+        ([folder], [], "a combination that was not tried, got 6"),
+        ([folder], ["data.sequence=32,64"], "tell something about"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            recommend_command(folders, settings)
