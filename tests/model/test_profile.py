@@ -63,3 +63,18 @@ def test_the_peak_is_that_of_the_faster_type(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(model_profile, "_best_rate", lambda dtype, device, threads: rates[dtype])
     assert [measure_peak_flop_per_s(dtype) for dtype in rates] == [5.0, 5.0, 9.0]
     assert {rows * inner * columns for rows, inner, columns in model_profile._shapes(256)} == {256**3}
+
+
+def test_on_a_busy_machine_the_peak_is_that_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads wait for each other through a matmul while other programs have the cores."""
+    monkeypatch.setattr(
+        model_profile, "_matmul", lambda *_: lambda: 0.03 if torch.get_num_threads() > 1 else 2.0 * 128**3 / 5e10
+    )
+    monkeypatch.setattr(model_profile, "_LARGEST", 128)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert model_profile._best_rate.__wrapped__(torch.float32, torch.device("cpu"), 2) == pytest.approx(5e10)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -23,7 +23,7 @@ from gossamer.model.units import unit_names
 from gossamer.spec.errors import BadInput
 
 _TIME_S = 0.2  # for the measurement of the peak
-_LARGEST = 8192
+_SMALLEST, _LARGEST = 128, 8192  # rows of a square matmul
 _KINDS, _LARGEST_PART, _TOKENS, _REPEATS = 3, 1024, 256, 4  # of matrices that are measured in several types
 
 
@@ -133,9 +133,22 @@ def _best_rate(dtype: torch.dtype, device: torch.device, threads: int) -> float:
     """Return the best matmul rate in `dtype`; `threads` are those that torch computes with now.
 
     The size doubles until one matmul takes a twentieth of the time. The best of all counts, as other work on the
-    machine can only slow one down.
+    machine can only slow one down. Where it takes the cores so that threads wait for each other through the smallest
+    matmul, one thread is faster than all.
     """
-    size, best = 128, 0.0
+    size, best = _doubled(dtype, device)
+    if threads > 1 and size == _SMALLEST:
+        torch.set_num_threads(1)
+        try:
+            best = max(best, _doubled(dtype, device)[1])
+        finally:
+            torch.set_num_threads(threads)
+    return best
+
+
+def _doubled(dtype: torch.dtype, device: torch.device) -> tuple[int, float]:
+    """Return the size at which the doubling ended, and the best rate."""
+    size, best = _SMALLEST, 0.0
     began = time.perf_counter()
     while True:
         timed = [_matmul(*shape, dtype, device) for shape in _shapes(size)]
@@ -148,7 +161,7 @@ def _best_rate(dtype: torch.dtype, device: torch.device, threads: int) -> float:
         size *= 2
     while time.perf_counter() - began < _TIME_S:
         best = max(best, *(2.0 * size**3 / multiply() for multiply in timed))
-    return best
+    return size, best
 
 
 def _shapes(size: int) -> tuple[tuple[int, int, int], ...]:
