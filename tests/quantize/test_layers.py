@@ -134,5 +134,6 @@ def test_what_is_refused_names_the_layer() -> None:
     module.blocks[1].mix.weight.data[0, 0] = torch.nan  # type: ignore[index]
     with pytest.raises(BadInput, match=r"finite numbers in blocks\.1\.mix\.weight"):
         quantize_layers(module, build("round_to_nearest"))
+    assert module.training, "as it was"
     with pytest.raises(BadInput, match="linear layers"):
         quantize_layers(nn.Sequential(nn.Embedding(4, 4)), build("round_to_nearest"))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.model.forward_adapter import ForwardAdapter
 from gossamer.model.quantize_base import linear_names, put
 from gossamer.model.quantized_linear import QuantizedLinear, weight_of
+from gossamer.model.side_effects import evaluating
 from gossamer.model.unit_walk import Forward, UnitLayers, listening, run_to, unit_layers, walked_units
 from gossamer.quantize import Quantizer
 from gossamer.spec.errors import BadInput, bad_input
@@ -94,16 +95,18 @@ def quantize_layers(
     """
     chosen = linear_names(module)
     _check(module, chosen, quantizer, calibration)
-    mode = module.training
-    module.eval()
+    modes = {name: module.get_submodule(name).training for name in chosen}
     made: dict[str, QuantizedLayer] = {}
     forwards = [] if calibration is None else calibration.forwards(module)
-    for group in _groups(module, chosen, forwards, moments_bytes):
-        moments = _moments(module, group, forwards)
-        for name in group.names:
-            made[name] = _quantize(module, name, quantizer, moments.pop(name, None))
-            progress(len(made), len(chosen))
-    kept = tuple(n for n, p in module.train(mode).named_parameters() if p.ndim > 1)
+    with evaluating(module):
+        for group in _groups(module, chosen, forwards, moments_bytes):
+            moments = _moments(module, group, forwards)
+            for name in group.names:
+                made[name] = _quantize(module, name, quantizer, moments.pop(name, None))
+                progress(len(made), len(chosen))
+    for name, mode in modes.items():
+        module.get_submodule(name).train(mode)
+    kept = tuple(n for n, p in module.named_parameters() if p.ndim > 1)
     return QuantizeReport(layers=tuple(made[name] for name in chosen), kept=kept)
 
 
