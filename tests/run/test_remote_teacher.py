@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -510,7 +511,11 @@ def test_a_link_ends_while_it_waits_for_a_teacher(monkeypatch: pytest.MonkeyPatc
     with pretending(READY) as (host, port):
         link = TeacherLink(host, port, token="", patience=SOON)
         remote = RemoteTeacher.of(link, terms(), BATCH, CPU)
+        first = link._socket
         remote.ask(BATCH)
+        until_s = time.monotonic() + 20
+        while link._socket is first and time.monotonic() < until_s:
+            time.sleep(0.01)
         ending = threading.Thread(target=link.close, daemon=True)
         ending.start()
         ending.join(20)
