@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,11 +24,12 @@ from gossamer.loss.hidden import Hidden
 from gossamer.loss.kl import Kl
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.precision import precision_of
-from gossamer.run.remote_teacher.frames import FrameReader, packed
+from gossamer.run.batches import Batches, generator_states
+from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, packed
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
-from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, signed
+from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed
 from gossamer.run.remote_teacher.server import ServedTeacher, TeacherServer
-from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher
+from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher, RemoteTeacherBatches
 from gossamer.run.teacher import KnownWords, Teacher, watched
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch
 from pool import Pool
@@ -296,7 +300,7 @@ def test_caps_positions_masks_and_precision_are_those_of_a_teacher_here(precisio
 
 
 def test_a_teacher_that_does_not_answer_is_named() -> None:
-    with pretending(*HELLO, READY, b"") as (host, port):
+    with pretending(READY, b"") as (host, port):
         link = TeacherLink(host, port, token="", patience=Patience(answer_s=0.3, again_s=0.1))
         try:
             remote = RemoteTeacher.of(link, terms(), BATCH, CPU)
@@ -315,7 +319,11 @@ def test_a_batch_that_a_teacher_cannot_compute_is_told(server: TeacherServer) ->
 
 
 def test_garbage_ends_a_connection_and_nothing_else(server: TeacherServer) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", packed(terms(), BATCH), packed(Hello(proof="0" * 64), {"x": IDS})):
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        packed(terms(), BATCH),
+        packed(Hello(nonce="1" * 64, proof="0" * 64), {"x": IDS}),
+    ):
         with socket.create_connection(place(server), timeout=5) as link:
             link.sendall(garbage)
             while link.recv(1 << 16):
@@ -325,13 +333,19 @@ def test_garbage_ends_a_connection_and_nothing_else(server: TeacherServer) -> No
 
 
 @contextmanager
-def pretending(*answers: bytes) -> Iterator[tuple[str, int]]:
-    """Serve one student with frames that were made before: one after each that it sends."""
+def pretending(*answers: bytes, token: str = "") -> Iterator[tuple[str, int]]:
+    """Serve one student with frames that were made before, after those of a greeting: one after each that it sends."""
     with listen("127.0.0.1", 0) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
+                connection.sendall(packed(Challenge(nonce=NONCE)))
+                (hello,) = FrameReader().feed(connection.recv(1 << 20))
+                assert isinstance(hello.said, Hello)
+                proof = signed(token, "teacher", NONCE, hello.said.nonce)
+                connection.sendall(packed(Welcome(proof=proof)) + packed(Facts(parameters=1)))
+                connection.recv(1 << 20)
                 for answer in answers:
                     connection.sendall(answer)
                     connection.recv(1 << 20)
@@ -342,7 +356,7 @@ def pretending(*answers: bytes) -> Iterator[tuple[str, int]]:
         thread.join(10)
 
 
-HELLO = (packed(Challenge(nonce="0" * 64)), packed(Facts(parameters=1)))
+NONCE = "0" * 64
 HEAD = {"weight": torch.ones(16, 8)}
 READY = packed(Ready(width=16, hidden=8, compute="", names=("input_ids",)), HEAD)
 
@@ -358,7 +372,7 @@ READY = packed(Ready(width=16, hidden=8, compute="", names=("input_ids",)), HEAD
     ],
 )
 def test_garbage_of_a_teacher_ends_the_student(answer: bytes, said: str) -> None:
-    with pretending(*HELLO, READY, answer) as (host, port):
+    with pretending(READY, answer) as (host, port):
         link = TeacherLink(host, port, token="", patience=SOON)
         try:
             remote = RemoteTeacher.of(link, terms(), BATCH, CPU)
@@ -371,7 +385,7 @@ def test_garbage_of_a_teacher_ends_the_student(answer: bytes, said: str) -> None
 @pytest.mark.parametrize("head", [{}, {"weight": torch.ones(16, 7)}, {**HEAD, "bias": torch.ones(3)}])
 def test_a_head_of_another_shape_is_refused(head: dict[str, Tensor]) -> None:
     ready = packed(Ready(width=16, hidden=8, compute="", names=("input_ids",)), head)
-    with pretending(*HELLO, ready) as (host, port):
+    with pretending(ready) as (host, port):
         link = TeacherLink(host, port, token="", patience=SOON)
         try:
             with pytest.raises(WireMismatch, match="head"):
@@ -404,6 +418,12 @@ def test_frames_are_what_was_packed() -> None:
         (lambda data: data[:4] + b"\x02" + data[5:], "version 1, got 2"),
         (lambda data: data.replace(b'"shape":[2,9]', b'"shape":[2,8]'), "got shapes of another size"),
         (lambda data: data.replace(b'"shape":[2,9]', b'"shape":[2,x]'), "a message of this version"),
+        (
+            lambda _: packed(Ask(number=0), {"no": torch.zeros(10**9, 0, 10**9, 10**9)}).replace(
+                b"1000000000", b"9" * 10
+            ),
+            "a shape that",
+        ),
         (lambda data: data.replace(b'"int32"', b'"int33"'), "a message of this version"),
     ],
 )
@@ -434,6 +454,107 @@ def test_a_server_that_others_reach_needs_a_secret(monkeypatch: pytest.MonkeyPat
         serve_teacher("nowhere", "127.0.0.1:29600", clients=0)
 
 
-def test_signatures_depend_on_secret_and_number() -> None:
-    found = {signed(token, nonce) for token in ("", "a") for nonce in ("0" * 64, "1" * 64)}
-    assert len(found) == 4
+def test_signatures_depend_on_secret_side_and_numbers() -> None:
+    ones = ("0" * 64, "1" * 64)
+    sides: tuple[Literal["student", "teacher"], ...] = ("student", "teacher")
+    assert len({signed(token, who, a, b) for token in ("", "a") for who in sides for a in ones for b in ones}) == 16
+
+
+def test_a_teacher_that_does_not_know_the_secret_gets_no_tokens() -> None:
+    with (
+        pretending(token="wrong") as place,
+        pytest.raises(BadInput, match=r"knows the secret .* got one that does not"),
+    ):
+        TeacherLink(*place, token="right", patience=SOON)
+
+
+class SlowSocket:
+    """A socket that takes or gives 1,000 bytes in 8 s of a clock of its own."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data, self.sent, self.now_s = data, b"", 0.0
+
+    def setsockopt(self, *_: object) -> None:
+        """Do nothing."""
+
+    def settimeout(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
+    def send(self, data: memoryview) -> int:
+        self.sent += data[:1000]
+        return len(data[:1000])
+
+    def recv(self, _: int) -> bytes:
+        if self.limit_s < 8.0:
+            raise TimeoutError
+        self.now_s += 8.0
+        found, self.data = self.data[:1000], self.data[1000:]
+        return found
+
+
+def test_a_frame_may_take_longer_than_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = packed(Rows(number=0), {"hidden": torch.zeros(1000)})
+    slow = SlowSocket(data)
+    monkeypatch.setattr("gossamer.run.remote_teacher.frames.time.monotonic", lambda: slow.now_s)
+    link = FrameSocket(slow)  # type: ignore[arg-type]
+    link.send(data, within_s=10.0)
+    assert slow.sent == data
+    assert link.receive(Rows, within_s=10.0, limit_bytes=4000)[1]["hidden"].shape == (1000,)
+    slow.data = data
+    with pytest.raises(TimeoutError):
+        link.receive(Rows, within_s=6.0, limit_bytes=4000)
+
+
+def test_a_link_ends_while_it_waits_for_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The teacher leaves after its consent; a second connection is taken by nobody, and says nothing."""
+    monkeypatch.setattr("gossamer.run.remote_teacher.link._SAY_S", 60.0)
+    with pretending(READY) as (host, port):
+        link = TeacherLink(host, port, token="", patience=SOON)
+        remote = RemoteTeacher.of(link, terms(), BATCH, CPU)
+        first = link._socket
+        remote.ask(BATCH)
+        until_s = time.monotonic() + 20
+        while link._socket is first and time.monotonic() < until_s:
+            time.sleep(0.01)
+        ending = threading.Thread(target=link.close, daemon=True)
+        ending.start()
+        ending.join(20)
+        assert not ending.is_alive()
+
+
+class Drawn(Batches):
+    """Batches of numbers from a default generator."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 8
+
+    def text_bytes(self, indices: Any) -> int | None:
+        return None
+
+    def batch(self, indices: Any) -> dict[str, Tensor]:
+        return {"x": torch.tensor([self.draw() for _ in indices])}
+
+
+class Asked:
+    """What takes the place of a teacher, and says what it was asked."""
+
+    def __init__(self) -> None:
+        self.batches = list[Mapping[str, Tensor]]()
+
+    def ask(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        self.batches.append(batch)
+        return batch
+
+
+@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.rand])
+def test_items_that_draw_are_not_read_ahead(draw: Callable[[], float]) -> None:
+    """A checkpoint between reading and use would have the generators after it, and a resumed run draw others."""
+    asked, before = Asked(), generator_states()
+    batches = RemoteTeacherBatches(Drawn(draw), asked)  # type: ignore[arg-type]
+    batches.announce(np.arange(2))
+    assert generator_states() == before and not asked.batches and not batches.is_announced
+    batches.batch(np.arange(2))
+    assert len(asked.batches) == 1

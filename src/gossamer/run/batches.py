@@ -219,9 +219,9 @@ class Feed:
         Raises BadInput for items that draw from the default generators: their numbers would follow from when they are
         read, and a resumed run would draw others.
         """
-        before = _generators()
+        before = generator_states()
         self._early[step] = self._read(step)
-        if _generators() != before:
+        if generator_states() != before:
             raise bad_input(
                 wanted="a dataset whose items draw no random numbers of the default generators, where batches are read "
                 "a step early",
@@ -256,7 +256,7 @@ class Feed:
         ]
 
 
-def _generators() -> tuple[object, ...]:
+def generator_states() -> tuple[object, ...]:
     """Return the states of the default generators of torch (on the CPU), Python and numpy, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(name), np.asarray(keys).tobytes(), *rest

@@ -230,7 +230,11 @@ class _Link:
                 pass_fds=(theirs.fileno(), rows.descriptor, setup.weights_descriptor),
             )
         link = _Link(process, Messages(ours), rows, timeout_s, at)
-        link.send(setup, 0)
+        try:
+            link.send(setup, 0)
+        except BaseException:
+            link.close()
+            raise
         return link
 
     def send(self, message: Setup | Batch, step: int) -> None:

@@ -31,6 +31,7 @@ _MAGIC, _VERSION = b"GSTR", 1
 _HEADER = struct.Struct("!4sBIQ")
 _MOST_SAID = 1 << 20
 _PIECE = 1 << 20
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # else a host that is gone is seen in 2 hours
 _DTYPES = {
     str(one).removeprefix("torch."): one
     for one in (
@@ -156,7 +157,10 @@ class FrameReader:
 def _tensor(part: Part, data: bytearray) -> Tensor:
     dtype, sent = _DTYPES[part.dtype], _DTYPES[part.sent]
     if not data:
-        return torch.zeros(part.shape, dtype=dtype)
+        try:
+            return torch.zeros(part.shape, dtype=dtype)
+        except RuntimeError:  # one dimension is 0, the product of the others is past any integer
+            raise WireMismatch(f"wanted a shape that a tensor can have, got {part.shape}") from None
     return torch.frombuffer(data, dtype=sent).view(part.shape).to(dtype)
 
 
@@ -169,17 +173,22 @@ class FrameSocket:
         self._inbox = list[Frame]()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, data: bytes, *, within_s: float) -> None:
-        """Send a packed frame. Raises OSError."""
+        """Send a packed frame. Raises OSError where the other side takes nothing for so many seconds."""
         self.socket.settimeout(within_s)
-        self.socket.sendall(data)
+        rest = memoryview(data)
+        while rest:  # a limit of the whole frame would be one of its size on a slow link
+            rest = rest[self.socket.send(rest) :]
 
     def receive(self, kind: type[T], *, within_s: float | None, limit_bytes: int = 0) -> tuple[T, Mapping[str, Tensor]]:
         """Return the next message, which must be of that kind, and its tensors.
 
-        Raises OSError where none comes within so many seconds (None: no limit), WireMismatch for another one, and what
-        a Refusal says: BadInput or RunFailed.
+        Raises OSError where none comes within so many seconds (None: no limit; where tensors may come: where nothing
+        comes for so long), WireMismatch for another one, and what a Refusal says: BadInput or RunFailed.
         """
         self.reader.limit_bytes = limit_bytes
         deadline_s = math.inf if within_s is None else time.monotonic() + within_s
@@ -192,13 +201,19 @@ class FrameSocket:
             if not data:
                 raise ConnectionError("the other side closed the connection")
             self._inbox += self.reader.feed(data)
+            if limit_bytes and within_s is not None:
+                deadline_s = time.monotonic() + within_s
         frame = self._inbox.pop(0)
         return expected(frame, kind), frame.tensors
 
-    def close(self) -> None:
-        """Close the connection; whoever waits for a message wakes up."""
+    def shut(self) -> None:
+        """End the connection; whoever waits for a message wakes up."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection, and close it."""
+        self.shut()
         self.socket.close()
 
 

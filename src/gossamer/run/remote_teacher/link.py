@@ -9,7 +9,9 @@ A connection that breaks is opened again, and what has no answer is asked again:
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import selectors
 import socket
 import threading
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, expected, packed
-from gossamer.run.remote_teacher.messages import PROTOCOL, Challenge, Facts, Hello, Ready, Rows, Terms, signed
+from gossamer.run.remote_teacher.messages import PROTOCOL, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch, bad_input
 
 AHEAD = 2
@@ -31,6 +33,7 @@ _HEAD_BYTES = 1 << 36
 _PIECE = 1 << 20
 _KEPT = 4096  # questions at most that wait to be sent
 _KEY = "train.loss"
+_SLOW = "if it is slow, or the link to it, raise machines.timeout_s"
 
 Answer = tuple[Rows, Mapping[str, Tensor]]
 
@@ -70,6 +73,8 @@ class TeacherLink:
         os.set_blocking(self._wake_out, False)
         self._thread: threading.Thread | None = None
         self._terms: tuple[Terms, Mapping[str, Tensor]] | None = None
+        self._ready: Ready | None = None
+        self._socket: FrameSocket | None = None
         try:
             self._socket, self.facts = self._greeted()
         except (OSError, WireMismatch) as error:
@@ -77,7 +82,8 @@ class TeacherLink:
             raise bad_input(
                 wanted=f"a teacher that answers at {self.where}",
                 got=str(error),
-                do=f"start `gossamer teach TEACHER --listen {self.where}` there, and see that this host reaches it",
+                do=f"start `gossamer teach TEACHER --listen {self.where}` there, wait until it is loaded, and see that "
+                "this host reaches it",
                 key=_KEY,
             ) from None
         except (BadInput, RunFailed):
@@ -89,11 +95,14 @@ class TeacherLink:
 
         From now on questions are sent. Raises BadInput.
         """
+        assert self._socket is not None
         try:
             found = self._agreed(self._socket, terms, example)
+        except TimeoutError as error:
+            raise self._lost_with(f"{error}; {_SLOW}") from None
         except (OSError, RunFailed) as error:
             raise self._lost_with(str(error)) from None
-        self._terms = (terms.model_copy(update={"wants_head": False}), dict(example))
+        self._terms, self._ready = (terms.model_copy(update={"wants_head": False}), dict(example)), found[0]
         self._thread = threading.Thread(target=self._run, name="gossamer-teacher", daemon=True)
         self._thread.start()
         return found
@@ -125,7 +134,7 @@ class TeacherLink:
                 if self._failed:
                     raise TeacherLost(self._failed)
                 if time.monotonic() - max(began_s, self._heard_s) > self._patience.answer_s:
-                    self._fail(f"it gave no answer within {self._patience.answer_s:g} s")
+                    self._fail(f"it gave no answer within {self._patience.answer_s:g} s; {_SLOW}")
                     continue
                 self._changed.wait(_TURN_S)
             self._now.discard(number)
@@ -142,9 +151,11 @@ class TeacherLink:
             self._closed = True
             self._changed.notify_all()
         self._wake()
+        if self._socket is not None:
+            self._socket.shut()  # the thread may wait for a teacher that says nothing
         if self._thread is not None:
             self._thread.join()
-        if hasattr(self, "_socket"):
+        if self._socket is not None:
             self._socket.close()
         os.close(self._wake_in)
         os.close(self._wake_out)
@@ -168,14 +179,26 @@ class TeacherLink:
             os.write(self._wake_out, b"!")
 
     def _greeted(self) -> tuple[FrameSocket, Facts]:
-        link = FrameSocket(socket.create_connection(self._address, timeout=_CONNECT_S))
+        link = self._socket = FrameSocket(socket.create_connection(self._address, timeout=_CONNECT_S))
         try:
+            if self._closed:
+                raise ConnectionError("the student ends")
             challenge, _ = link.receive(Challenge, within_s=_SAY_S)
             if challenge.protocol != PROTOCOL:
                 raise WireMismatch(
                     f"wanted protocol {PROTOCOL}, got {challenge.protocol}: install one version on both hosts"
                 )
-            link.send(packed(Hello(proof=signed(self._token, challenge.nonce))), within_s=_SAY_S)
+            nonce = secrets.token_hex(32)
+            proof = signed(self._token, "student", challenge.nonce, nonce)
+            link.send(packed(Hello(nonce=nonce, proof=proof)), within_s=_SAY_S)
+            welcome, _ = link.receive(Welcome, within_s=_SAY_S)
+            if not hmac.compare_digest(welcome.proof, signed(self._token, "teacher", challenge.nonce, nonce)):
+                raise bad_input(
+                    wanted=f"a teacher at {self.where} that knows the secret of GOSSAMER_TEACHER_TOKEN",
+                    got="one that does not",
+                    do="see which program listens there: it was sent no data",
+                    key=_KEY,
+                )
             facts, _ = link.receive(Facts, within_s=_SAY_S)
         except BaseException:
             link.close()
@@ -201,9 +224,14 @@ class TeacherLink:
             except OSError as error:
                 if not self._again(error):
                     return
+            except Exception as error:  # whoever waits must not wait for a thread that is gone
+                with self._changed:
+                    self._fail(f"what it said could not be read ({type(error).__name__}: {error})")
+                return
 
     def _exchange(self) -> None:
         """Send questions and receive answers until the link is closed."""
+        assert self._socket is not None
         connection, reader, out = self._socket.socket, FrameReader(), memoryview(b"")
         connection.setblocking(False)
         with selectors.DefaultSelector() as selector:
@@ -254,7 +282,8 @@ class TeacherLink:
 
     def _again(self, error: OSError) -> bool:
         """Connect again; return whether the exchange goes on."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
         until_s, why = time.monotonic() + self._patience.again_s, str(error)
         while not self._closed:
             try:
@@ -265,7 +294,8 @@ class TeacherLink:
                             f"another teacher answers there now ({facts.digest}, before {self.facts.digest})"
                         )
                     assert self._terms is not None
-                    self._agreed(link, *self._terms)
+                    if (ready := self._agreed(link, *self._terms)[0]) != self._ready:
+                        raise WireMismatch(f"the teacher answers otherwise now ({ready}, before {self._ready})")
                 except BaseException:
                     link.close()
                     raise

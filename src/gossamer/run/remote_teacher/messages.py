@@ -2,7 +2,8 @@
 
     teacher                         student
     Challenge                  ->
-                               <-   Hello      proves that both know the secret
+                               <-   Hello      proves that the student knows the secret, with a random number of its own
+    Welcome                    ->              proves that the teacher knows it, before any token is sent
     Facts                      ->              the student compares them with its own data and vocabulary
                                <-   Terms      with a first batch
     Ready                      ->              with the head, once, where rows of hidden states are asked for
@@ -39,10 +40,18 @@ class Challenge(Said):
 
 
 class Hello(Said):
-    """A student's signature of the random number: HMAC-SHA256 with the shared secret as the key."""
+    """A student's signature of both random numbers, `nonce` its own, in hexadecimal."""
 
     kind: Literal["hello"] = "hello"
     protocol: Count = PROTOCOL
+    nonce: Hash
+    proof: Hash
+
+
+class Welcome(Said):
+    """A teacher's signature of both random numbers."""
+
+    kind: Literal["welcome"] = "welcome"
     proof: Hash
 
 
@@ -122,10 +131,13 @@ class Refusal(Said):
 
 
 Message: TypeAlias = Annotated[
-    Challenge | Hello | Facts | Terms | Ready | Ask | Rows | Refusal, Field(discriminator="kind")
+    Challenge | Hello | Welcome | Facts | Terms | Ready | Ask | Rows | Refusal, Field(discriminator="kind")
 ]
 
 
-def signed(token: str, nonce: str) -> str:
-    """Return the signature of a random number with the shared secret."""
-    return hmac.new(token.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+def signed(token: str, who: Literal["student", "teacher"], teachers: str, students: str) -> str:
+    """Return the signature of the teacher's and the student's random number: HMAC-SHA256 with the secret as the key.
+
+    It names who signs, so that what one side has signed is no proof of the other one.
+    """
+    return hmac.new(token.encode(), f"{who} {teachers} {students}".encode(), hashlib.sha256).hexdigest()

@@ -32,6 +32,7 @@ from gossamer.run.remote_teacher.messages import (
     Refusal,
     Rows,
     Terms,
+    Welcome,
     signed,
 )
 from gossamer.run.remote_teacher.teacher import VALID
@@ -170,7 +171,7 @@ class TeacherServer:
         try:
             while not self._stopping.is_set():
                 self.listener.settimeout(_TURN_S)
-                with suppress(TimeoutError):
+                with suppress(TimeoutError, ConnectionError):  # no student, or one that has left
                     connection, (host, *_) = self.listener.accept()
                     self._begin(FrameSocket(connection), host)
         finally:
@@ -233,12 +234,13 @@ class TeacherServer:
         hello, _ = link.receive(Hello, within_s=_GREET_S)
         if hello.protocol != PROTOCOL:
             raise BadInput(f"wanted protocol {PROTOCOL}, got {hello.protocol}: install one version on both hosts")
-        if not hmac.compare_digest(hello.proof, signed(self.token, nonce)):
+        if not hmac.compare_digest(hello.proof, signed(self.token, "student", nonce, hello.nonce)):
             raise bad_input(
                 wanted="the secret of this teacher",
                 got="another one" if self.token else "one where it has none",
                 do="set GOSSAMER_TEACHER_TOKEN to the same text where the teacher and where the students are",
             )
+        link.send(packed(Welcome(proof=signed(self.token, "teacher", nonce, hello.nonce))), within_s=_GREET_S)
         link.send(packed(self.teacher.facts), within_s=_GREET_S)
         terms, example = link.receive(Terms, within_s=None, limit_bytes=_MOST_BYTES)
         agreed, ready, head = self._compute(lambda: self.teacher.agreed(terms, example))

@@ -6,6 +6,7 @@ tried again, a micro-batch that is computed again) is asked for when its loss is
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -19,7 +20,7 @@ from gossamer.loss import IGNORE
 from gossamer.loss._distillation import targets
 from gossamer.ops.cut_cross_entropy import LogitMap
 from gossamer.ops.tiled_logits import HeadRows
-from gossamer.run.batches import Batches, RankBatch, WidenedBatches
+from gossamer.run.batches import Batches, RankBatch, WidenedBatches, generator_states
 from gossamer.run.remote_teacher.frames import packed
 from gossamer.run.remote_teacher.link import TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Ready, Rows, Terms
@@ -133,7 +134,12 @@ class RemoteTeacher(TeacherElsewhere):
 
 
 class RemoteTeacherBatches(WidenedBatches):
-    """Batches for which the teacher is asked as they are drawn, or announced."""
+    """Batches for which the teacher is asked as they are drawn, or announced.
+
+    Items that draw from the default generators are not read ahead: a checkpoint between reading and use would have the
+    generators after it, and a resumed run would draw others. The first ones are put back, and read when it is their
+    turn.
+    """
 
     def __init__(self, inner: Batches, teacher: RemoteTeacher) -> None:
         super().__init__(inner)
@@ -150,8 +156,17 @@ class RemoteTeacherBatches(WidenedBatches):
 
     def announce(self, indices: np.ndarray[Any, Any]) -> None:
         key = np.asarray(indices, np.int64).tobytes()
-        if self._announced is None or self._announced[0] != key:
-            self._announced = key, self._teacher.ask(self.inner.batch(indices))
+        if self._announced is not None and self._announced[0] == key:
+            return
+        saved, before = (torch.get_rng_state(), random.getstate(), np.random.get_state()), generator_states()
+        rows = self.inner.batch(indices)
+        if generator_states() == before:
+            self._announced = key, self._teacher.ask(rows)
+            return
+        self.is_announced = False
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        np.random.set_state(saved[2])
 
 
 def given(batch: Mapping[str, Tensor]) -> RankBatch:
