@@ -310,7 +310,7 @@ def _own(tensor: Tensor | None) -> dict[str, Any]:
 
 
 def _slots(kind: type) -> Sequence[str]:
-    """Return the names of the slots of a class: those that begin with two underscores have that of the class in them."""
+    """Return the names of the slots of a class as attributes: `__x` of a class C is `_C__x`."""
     found = vars(kind).get("__slots__", ())
     names = [n for n in ((found,) if isinstance(found, str) else tuple(found)) if n not in ("__dict__", "__weakref__")]
     inside = kind.__name__.lstrip("_")
