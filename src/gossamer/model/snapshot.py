@@ -72,7 +72,8 @@ class Snapshot:
         found._name_leaves(given)
         for name, inner in module.named_modules(prefix=path):
             record.paths[id(inner)] = record.paths[id(vars(inner))] = name, (id(inner), "")
-            for x in inner._parameters.values():
+            for own, x in inner._parameters.items():
+                record.at = f"{name}.{own}" if name else own, (id(inner), own)
                 found._find([*found._attributes_of(x)])
         found._find([module, given])
         return found
@@ -234,7 +235,7 @@ class Snapshot:
                 vars(tensor).update(own)
 
         self.record.note_restore(put_back)
-        self.record.note_other(is_other)
+        self.record.note_state(tensor, is_other)
         yield from own.values()
 
     def _kind(self, held: Any) -> None:
@@ -251,7 +252,7 @@ class Snapshot:
                 object.__setattr__(held, "__dict__", own)
 
         self.record.note_restore(put_back)
-        self.record.note_other(is_other)
+        self.record.note_state(held, is_other)
 
     def _object(self, held: Any) -> Iterator[Any]:
         """Yield the attributes of an object."""
@@ -271,7 +272,7 @@ class Snapshot:
                 object.__delattr__(held, name)
 
         if empty:
-            self.record.note_other(lambda: bool(filled()))
+            self.record.note_state(held, lambda: bool(filled()))
             self.record.note_restore(put_back)
         for name in names:
             yield from self._attribute(held, name)
