@@ -55,6 +55,15 @@ def test_what_sweeps_cannot_tell_is_refused(tmp_path: Path) -> None:
         ([folder, other], [], "validation_loss and final_loss"),
         ([folder], [], "a combination that was not tried, got 6"),
         ([folder], ["data.sequence=32,64"], "tell something about"),
+        ([folder], [f"{BATCH}=64", "train.optimizer={sgd: {lr: 0.1}}"], rf"no value.*write {LR}"),
     ):
         with pytest.raises(BadInput, match=said):
             recommend_command(folders, settings)
+
+
+def test_what_no_run_tells_of_another_task_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, task = swept(tmp_path / "s", [f"{BATCH}=8,16,32", f"{LR}=1e-2,1e-3"]), tmp_path / "task.yaml"
+    assert recommend_command([folder], [f"{BATCH}=64"])["untold"] == []
+    task.write_text("train: {steps: 100, max_grad_norm: 0.5}\ndata: {sequence: 32}\n")
+    assert main(["recommend", str(folder), "--for", str(task)]) == 0
+    assert "no prediction counts it: data.sequence, train.max_grad_norm" in capsys.readouterr().out

@@ -252,3 +252,38 @@ def test_a_module_that_is_closed_as_a_whole_is_refused_in_stages(wrap: Callable[
     )
     with pytest.raises(BadInput, match="wanted a module whose submodules can be reached, got one that torch"):
         build_rank_model(ModuleSource(module), asked)
+
+
+class Odd:
+    """State that is no value of an attribute: another dict of attributes, a slot that is filled later."""
+
+    __slots__ = ("__dict__", "late")
+    calls = 0
+
+
+class Shares(Net):
+    """Blocks that count in one object."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        odd = Odd()
+        for block in self.blocks:
+            block.way, block.odd = way, odd  # type: ignore[assignment]
+
+    class block(Block):
+        way, odd = "", Odd()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.way == "dict":
+                vars(self)["odd"].__dict__ = {"calls": self.odd.calls + 1}
+            is_later = hasattr(self.odd, "late")
+            if self.way == "slot":
+                self.odd.late = True
+            return x + torch.tanh(self.mix(x)) * (1 + self.odd.calls + is_later)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("way", ["dict", "slot"])
+def test_odd_state_that_blocks_share_is_followed(way: str, is_recomputed: bool) -> None:
+    torch.manual_seed(0)
+    compare_in_flight(Shares(way), THIRDS, is_recomputed=is_recomputed)

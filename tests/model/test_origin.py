@@ -44,6 +44,18 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
+def test_a_relative_folder_is_the_same_one_in_another_current_folder(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (saved / "generation_config.json").write_text("{}")
+    monkeypatch.chdir(saved.parent)
+    origin, whole = origin_of(hf("saved")), origin_of(hf(str(saved)))
+    assert origin.has_weights
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert origin.fingerprint() == whole.fingerprint() and origin.files().keys() == whole.files().keys() != set()
+
+
 def test_every_key_of_the_section_has_an_origin() -> None:
     assert set(names()) == {"hf", "gguf", "factory"} <= set(ModelSection.model_fields)
 

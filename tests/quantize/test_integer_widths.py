@@ -171,6 +171,7 @@ def test_a_folder_that_was_changed_is_not_loaded(place: Path, tmp_path: Path) ->
 def test_several_widths_that_are_refused_before_anything_is_computed(place: Path, tmp_path: Path) -> None:
     for bits, more, said in (
         ((4, 2), {}, "several widths, rising"),
+        ((4,), {}, "several widths, rising"),
         ((2, 9), {}, "2 to 8"),
         ((2, 4), {"by": {"gptq": {"bits": 3}}}, "in one place"),
         ((2, 4), {"budget": 3.0}, "leave --bits out, or --budget"),

@@ -11,6 +11,8 @@ from gossamer.cli.output import CommandResult, Json, table
 from gossamer.spec.errors import bad_input
 from gossamer.view.screen import Screen
 
+_SHOWN = 6  # keys
+
 
 def recommend(
     sweep: Path,
@@ -44,8 +46,11 @@ def recommend(
     ours, plain = data["error"], data["error_of_mean"]
     worth = "" if ours < plain else ": it is worth nothing here"
     said = [
-        f"{data['rows']} runs, {data['open']} combinations not tried",
+        f"{data['rows']} combinations with a result, {data['open']} not tried",
         table(rows, screen=Screen.of()),
-        f"error on runs left out: {ours:.4f}; of their mean: {plain:.4f}{worth}",
+        f"error on combinations left out: {ours:.4f}; of their mean: {plain:.4f}{worth}",
     ]
+    if untold := data["untold"]:
+        shown = f"{', '.join(untold[:_SHOWN])}{', ...' if len(untold) > _SHOWN else ''}"
+        said.append(f"note: other than in all runs, so that no prediction counts it: {shown}")
     return CommandResult(data, "\n".join(said), is_report=True)

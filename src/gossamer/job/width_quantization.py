@@ -104,7 +104,7 @@ def _quantizers(request: QuantizeRequest, widths: Sequence[int]) -> list[Quantiz
     method = MethodConfig.parse(request.by, key="--by")
     for is_wrong, wanted, got, do, key in (
         (
-            list(widths) != sorted(set(widths)),
+            len(widths) < 2 or list(widths) != sorted(set(widths)),
             "several widths, rising",
             ",".join(map(str, widths)),
             "write 2,3,4",

@@ -56,7 +56,7 @@ def quantized_folder_of(section: ModelSection) -> QuantizedFolder | None:
                 do="leave it out",
                 key=f"model.{key}",
             )
-    return QuantizedFolder(named[found[0]], key=f"model.{found[0]}")
+    return QuantizedFolder(named[found[0]].absolute(), key=f"model.{found[0]}")
 
 
 @dataclass(frozen=True)

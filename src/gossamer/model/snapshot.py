@@ -25,7 +25,7 @@ from gossamer.model.python_state.code import CodeReader
 from gossamer.model.python_state.containers import ContainerReader
 from gossamer.model.python_state.iterators import is_iterator, is_unknown_iterator
 from gossamer.model.python_state.random_generators import RandomGenerators
-from gossamer.model.python_state.record import GONE, PLAIN, Difference, StateRecord
+from gossamer.model.python_state.record import GONE, Difference, StateRecord, is_plain
 from gossamer.model.python_state.user_code import UserCode, names_in
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.unit_forward import UnitForward
@@ -72,6 +72,9 @@ class Snapshot:
         found._name_leaves(given)
         for name, inner in module.named_modules(prefix=path):
             record.paths[id(inner)] = record.paths[id(vars(inner))] = name, (id(inner), "")
+            for own, x in inner._parameters.items():
+                record.at = f"{name}.{own}" if name else own, (id(inner), own)
+                found._find([*found._attributes_of(x)])
         found._find([module, given])
         return found
 
@@ -97,7 +100,7 @@ class Snapshot:
         waiting: list[Any] = [*roots]
         while waiting:
             held = waiting.pop()
-            if not isinstance(held, PLAIN) and id(held) not in self.record.seen:
+            if not is_plain(held) and id(held) not in self.record.seen:
                 self.record.seen[id(held)] = held
                 self.record.at = self.record.paths.get(id(held), ("", None))
                 for x in self._keep(held):
@@ -148,6 +151,7 @@ class Snapshot:
             yield from self._tensor(held)
         elif isinstance(held, nn.Module):
             self.record.name(vars(held), (self.record.at[0], (id(held), "")))
+            self._kind(held)
             yield vars(held)
             yield type(held)
         elif isinstance(held, functools._lru_cache_wrapper):
@@ -195,7 +199,7 @@ class Snapshot:
                 return True
             if any(dict(getattr(held, name, None) or {}) != was for name, was in kept.items()):
                 return True
-            return held.shape != alias.shape or _address(held) != _address(alias)
+            return _layout(held) != _layout(alias)
 
         def put_back() -> None:
             if held.is_leaf and held.grad is not grad:
@@ -207,26 +211,69 @@ class Snapshot:
                 if now is not None and dict(now) != was:
                     now.clear()
                     now.update(was)
-            if held.shape != alias.shape or _address(held) != _address(alias):
+            if _layout(held) != _layout(alias):
                 held.data = alias
 
         self.record.note_restore(put_back)
         self.record.note_other(is_other)
         if grad is not None:
             self.gradients.append(grad)
-        if own := {n: x for n, x in getattr(held, "__dict__", {}).items() if not n.startswith("_")}:
-            yield from own.values()
+        yield from self._attributes_of(held)
+
+    def _attributes_of(self, tensor: Tensor | None) -> Iterator[Any]:
+        """Note how to restore the attributes that a user gave a tensor, and yield their values."""
+        own = {name: self.record.kept(x) for name, x in _own(tensor).items()}
+
+        def is_other() -> bool:
+            now = _own(tensor)
+            return now.keys() != own.keys() or any(now[name] is not own[name] for name in own)
+
+        def put_back() -> None:
+            if is_other():
+                for name in _own(tensor):
+                    delattr(tensor, name)
+                vars(tensor).update(own)
+
+        self.record.note_restore(put_back)
+        self.record.note_state(tensor, is_other)
+        yield from own.values()
+
+    def _kind(self, held: Any) -> None:
+        """Note how to restore the class of an object, and which dict has its attributes."""
+        kind, own = type(held), getattr(held, "__dict__", None)
+
+        def is_other() -> bool:
+            return type(held) is not kind or getattr(held, "__dict__", None) is not own
+
+        def put_back() -> None:
+            if type(held) is not kind:
+                object.__setattr__(held, "__class__", kind)
+            if getattr(held, "__dict__", None) is not own:
+                object.__setattr__(held, "__dict__", own)
+
+        self.record.note_restore(put_back)
+        self.record.note_state(held, is_other)
 
     def _object(self, held: Any) -> Iterator[Any]:
         """Yield the attributes of an object."""
-        if isinstance(own := getattr(held, "__dict__", None), dict) and not isinstance(held, Tensor):
-            self.record.note_other(lambda: held.__dict__ is not own)
-            yield own
-        slots = [n for kind in type(held).__mro__ for n in _listed(vars(kind).get("__slots__", ())) if n != "__dict__"]
-        slots = [n for n in slots if n != "__weakref__"]
+        if not isinstance(held, Tensor):
+            self._kind(held)
+            if isinstance(own := getattr(held, "__dict__", None), dict):
+                yield own
+        slots = [n for kind in type(held).__mro__ for n in _slots(kind)]
         names = [n for n in slots if hasattr(held, n)]
-        if empty := [n for n in slots if n not in names]:
-            self.record.note_other(lambda: any(hasattr(held, n) for n in empty))
+        empty = [n for n in slots if n not in names]
+
+        def filled() -> list[str]:
+            return [n for n in empty if hasattr(held, n)]
+
+        def put_back() -> None:
+            for name in filled():
+                object.__delattr__(held, name)
+
+        if empty:
+            self.record.note_state(held, lambda: bool(filled()))
+            self.record.note_restore(put_back)
         for name in names:
             yield from self._attribute(held, name)
 
@@ -249,5 +296,23 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def _listed(slots: Any) -> Sequence[str]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    try:
+        strides = tensor.stride()
+    except (RuntimeError, NotImplementedError):  # of a sparse one
+        strides = ()
+    return tensor.dtype, tensor.shape, strides, _address(tensor)
+
+
+def _own(tensor: Tensor | None) -> dict[str, Any]:
+    """Return the attributes that a user gave a tensor."""
+    held = getattr(tensor, "__dict__", None) or {}
+    return {name: x for name, x in held.items() if not name.startswith("_")}
+
+
+def _slots(kind: type) -> Sequence[str]:
+    """Return the names of the slots of a class as attributes: `__x` of a class C is `_C__x`."""
+    found = vars(kind).get("__slots__", ())
+    names = [n for n in ((found,) if isinstance(found, str) else tuple(found)) if n not in ("__dict__", "__weakref__")]
+    inside = kind.__name__.lstrip("_")
+    return [f"_{inside}{n}" if n.startswith("__") and not n.endswith("__") and inside else n for n in names]

@@ -76,7 +76,7 @@ class StartedSource(WrappedSource):
 
     @cached_property
     def folder(self) -> StartFolder:
-        return StartFolder(Path(self.of).expanduser())
+        return StartFolder(Path(self.of).expanduser().absolute())
 
 
 def set_attributes(

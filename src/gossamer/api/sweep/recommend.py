@@ -22,7 +22,7 @@ from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.regression import Array, Ridge, unseen_errors
 from gossamer.api.sweep.trial import METRICS, common_metric
 from gossamer.settings.grid import Axis, Grid
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 
 _FEWEST = 6  # rows
 _MOST = 10_000  # combinations
@@ -171,6 +171,7 @@ def recommend_command(
         "error": ours,
         "error_of_mean": of_mean,
         "open": len(open_),
+        "untold": _untold([values for _, values in found], [row.values for row in rows], columns),
         "points": [{"overrides": list(open_[at][0]), "predicted": float(guesses[at])} for at in best],
     }
 
@@ -196,7 +197,7 @@ def _candidates(sweeps: Sequence[ReadSweep], settings: Sequence[str]) -> list[tu
 def _check_known(candidates: Sequence[Values], rows: Sequence[Values], columns: Sequence[Column]) -> None:
     """Raise BadInput where candidates differ in a key that never varied, or in a value that is unknown."""
     known = {one.key: one for one in columns}
-    for key in sorted({key for one in candidates for key in one}):
+    for key in sorted({key for one in candidates for key in one} | known.keys()):
         asked = {json.dumps(one.get(key)) for one in candidates}
         tried = {json.dumps(row.get(key)) for row in rows}
         column = known.get(key)
@@ -206,6 +207,20 @@ def _check_known(candidates: Sequence[Values], rows: Sequence[Values], columns: 
         else:
             bad = sorted(asked - tried) if column is not None or len(asked) > 1 else []
         if bad and (len(asked) > 1 or (column is not None and column.equals is None)):
-            got = f"{bad[0]}, and the runs have {', '.join(sorted(tried)[:4])}"
+            is_missing = bad[0] == "null"
+            got = f"{'no value' if is_missing else bad[0]}, and the runs have {', '.join(sorted(tried)[:4])}"
             do = "sweep over this key's values first, or leave it out"
-            raise BadInput(f"wanted values that the sweeps tell something about, got {got}: {do}", key=key)
+            if is_missing:
+                do = f"write {key} in the file that they are for (--for), or as {key}=VALUE"
+            raise bad_input(wanted="values that the sweeps tell something about", got=got, do=do, key=key)
+
+
+def _untold(candidates: Sequence[Values], rows: Sequence[Values], columns: Sequence[Column]) -> list[str]:
+    """Return the keys that are the same in all candidates, and of whose value no run tells anything."""
+    numbers = {one.key for one in columns if one.equals is None}
+    found = []
+    for key in sorted({key for one in (*candidates, *rows) for key in one} - numbers):
+        asked = {json.dumps(one.get(key)) for one in candidates}
+        if len(asked) == 1 and not asked <= {json.dumps(row.get(key)) for row in rows}:
+            found.append(key)
+    return found

@@ -57,17 +57,23 @@ class CodeReader:
     def _function(self, held: FunctionType) -> Iterator[Any]:
         if not self.code.is_code(sys.modules.get(held.__module__ or ""), held.__module__ or ""):
             return
-        yield from (held.__defaults__, held.__kwdefaults__, held.__dict__)
+        for name in ("__defaults__", "__kwdefaults__"):
+            given = getattr(held, name)
+            self.record.note_restore(functools.partial(setattr, held, name, given))
+            self.record.note_other(functools.partial(_is_another, held, name, given))
+            yield given
+        yield held.__dict__
         for cell in held.__closure__ or ():
             try:
                 was = self.record.kept(cell.cell_contents)
             except ValueError:  # not filled yet
+                self.record.note_restore(functools.partial(_empty, cell))
                 self.record.note_other(functools.partial(_is_filled, cell))
                 continue
             self.record.note_restore(functools.partial(setattr, cell, "cell_contents", was))
             self.record.at = f"a variable around {held.__qualname__}", None
             self.record.name(was, self.record.at)
-            self.record.note_value("", was, functools.partial(getattr, cell, "cell_contents", GONE))
+            self.record.note_value("", was, functools.partial(_content, cell))
             yield was
         names, space = frozenset(names_in(held.__code__)), held.__globals__
         yield from self._named(names, space)
@@ -90,12 +96,24 @@ class CodeReader:
                 yield was
 
 
-def _is_filled(cell: CellType) -> bool:
+def _is_another(held: Any, name: str, was: Any) -> bool:
+    return getattr(held, name) is not was
+
+
+def _content(cell: CellType) -> Any:
     try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        return cell.cell_contents
+    except ValueError:  # not filled yet, or deleted
+        return GONE
+
+
+def _is_filled(cell: CellType) -> bool:
+    return _content(cell) is not GONE
+
+
+def _empty(cell: CellType) -> None:
+    if _is_filled(cell):
+        del cell.cell_contents
 
 
 def _has_more(kind: type, was: Mapping[str, Any]) -> bool:

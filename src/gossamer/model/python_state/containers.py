@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class ContainerReader:
             found = self._set(held)
         elif isinstance(held, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
             found = self._weak(held)
+        elif isinstance(held, weakref.WeakSet | weakref.ReferenceType):
+            self.record.is_fleeting = True
         elif isinstance(held, contextvars.ContextVar):
             found = read_variable(held, self.record)
         elif isinstance(held, threading.local):
@@ -50,8 +53,10 @@ class ContainerReader:
             self._bytes(held)
         elif isinstance(held, tuple | frozenset):
             found = iter(held)
+        elif isinstance(held, MappingProxyType):
+            found = iter(held.values())
         elif isinstance(held, np.ndarray):
-            self._array(held)
+            found = self._array(held)
         else:
             return None
         return found
@@ -93,6 +98,8 @@ class ContainerReader:
 
         self.record.note_restore(put_back)
         self.record.note_comparison(compare, is_other)
+        if isinstance(held, collections.defaultdict):
+            yield held.default_factory
         yield from (value for _, value in items)
 
     def _list(self, held: Any) -> Iterator[Any]:
@@ -120,13 +127,18 @@ class ContainerReader:
 
     def _set(self, held: set[Any]) -> Iterator[Any]:
         items = set(held)
+        which = {id(one) for one in items}
+
+        def is_other() -> bool:
+            return {id(one) for one in held} != which  # True equals 1
 
         def put_back() -> None:
-            if held != items:
+            if is_other():
                 held.clear()
                 held.update(items)
 
         self.record.note_state(held, lambda: len(held) != len(items) or held != items)
+        self.record.note_other(is_other)
         self.record.note_restore(put_back)
         yield from items
 
@@ -140,7 +152,7 @@ class ContainerReader:
                 held.update(items)
 
         self.record.note_state(held, lambda: not _are_same(items, [*held.items()]))
-        self.record.note_other(lambda: True)  # a record that outlives its forward would keep the values alive
+        self.record.is_fleeting = True
         self.record.note_restore(put_back)
         yield from (value for _, value in items)
 
@@ -164,22 +176,28 @@ class ContainerReader:
     def _bytes(self, held: Any) -> None:
         was = held[:]
 
+        def is_other() -> bool:
+            return bytes(held) != bytes(was)  # -0.0 is not 0.0
+
         def put_back() -> None:
-            if held != was:
+            if is_other():
                 held[:] = was
 
-        self.record.note_state(held, lambda: bool(held != was))
+        self.record.note_state(held, is_other)
         self.record.note_restore(put_back)
 
-    def _array(self, held: np.ndarray[Any, Any]) -> None:
+    def _array(self, held: np.ndarray[Any, Any]) -> Iterator[Any]:
         was = held.copy()
 
         def put_back() -> None:
+            if held.shape != was.shape and held.size == was.size:
+                held.shape = was.shape
             if held.flags.writeable and held.shape == was.shape:
                 held[...] = was
 
         self.record.note_state(held, lambda: held.shape != was.shape or held.tobytes() != was.tobytes())
         self.record.note_restore(put_back)
+        return iter(was.flat) if was.dtype.hasobject else iter(())
 
 
 def _are_same(before: Sequence[tuple[Any, Any]], now: Sequence[tuple[Any, Any]]) -> bool:

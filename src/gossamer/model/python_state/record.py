@@ -40,6 +40,7 @@ class StateRecord:
     at: tuple[str, Root | None] = ("", None)
     seen: dict[int, Any] = field(default_factory=dict)  # by id; held, so that no id is given twice
     paths: dict[int, tuple[str, Root | None]] = field(default_factory=dict)  # path and attribute of each object found
+    is_fleeting: bool = False  # it can be restored only once, or would keep alive what lives only as long as others do
     _put_back: list[PutBack] = field(default_factory=list)
     _compare: list[Callable[[], Iterator[Difference]]] = field(default_factory=list)
     _is_other: list[Callable[[], bool]] = field(default_factory=list)
@@ -58,9 +59,9 @@ class StateRecord:
     def is_current(self) -> bool:
         """Return whether the present state is known to be the recorded one, down to the order in dicts.
 
-        False where that cannot be told, or where the record can be restored only once, as of iterators.
+        False where that cannot be told, or where the record is fleeting.
         """
-        return not self._copied and not any(is_other() for is_other in self._is_other)
+        return not self.is_fleeting and not any(is_other() for is_other in self._is_other)
 
     def name(self, held: Any, at: tuple[str, Root | None]) -> None:
         """Note the path and module attribute of an object, unless it was found elsewhere before."""
@@ -106,6 +107,7 @@ class StateRecord:
         if id(value) not in self._copied:
             self.seen[id(value)] = value
             self._copied[id(value)] = twin(value)
+            self.is_fleeting = True
             self.note_advance(value)
         return self._copied[id(value)]
 
@@ -127,4 +129,11 @@ def is_same(before: Any, now: Any) -> bool:
         return True
     if not isinstance(before, PLAIN) or type(before) is not type(now):
         return False
-    return repr(before) == repr(now) if isinstance(before, float | complex) else before == now  # -0.0 is not 0.0
+    if isinstance(before, float | complex | range | slice):  # -0.0 is not 0.0, nor range(0, 3, 2) range(0, 4, 2)
+        return repr(before) == repr(now)
+    return before == now
+
+
+def is_plain(held: Any) -> bool:
+    """Return whether a value has no state. An object of a subclass, as of `str`, may have attributes."""
+    return isinstance(held, PLAIN) and not hasattr(held, "__dict__")

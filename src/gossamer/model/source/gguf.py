@@ -142,7 +142,7 @@ class Gguf(ModelSource):
     def _summary(self) -> GgufSummary:
         """Read the file's own summary; raise BadInput for a truncated file, or one that is no GGUF."""
         try:
-            return read_summary(Path(self.of).expanduser())
+            return read_summary(Path(self.of).expanduser().absolute())
         except BadInput as error:
             raise BadInput(error.message, key=_KEY) from None
 

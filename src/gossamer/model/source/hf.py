@@ -126,8 +126,8 @@ class Hf(ModelSource):
 
     @cached_property
     def _directory(self) -> Path | None:
-        """Return the directory of config.json; None for a model type."""
-        path = Path(self.of).expanduser()
+        """Return the directory of config.json, which stays itself in another current folder; None for a model type."""
+        path = Path(self.of).expanduser().absolute()
         if path.is_dir():
             return _checked(path)
         if path.exists():

@@ -82,10 +82,13 @@ class LastPython:
     _last: Snapshot | None = None
 
     def of(self, module: nn.Module) -> Snapshot:
-        """Return a snapshot that equals the present state of `module`, the same one in all calls."""
-        if self._last is None or not self._last.is_current():
-            self._last = python_of(module)
-        return self._last
+        """Return a snapshot that equals the present state of `module`, the same one while it stays so."""
+        if self._last is not None and self._last.is_current():
+            return self._last
+        self._last = None  # first: objects that it alone keeps alive would be found again in weak dictionaries
+        found = python_of(module)
+        self._last = None if found.record.is_fleeting else found
+        return found
 
 
 def once_more(
