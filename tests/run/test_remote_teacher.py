@@ -24,7 +24,8 @@ from gossamer.loss.hidden import Hidden
 from gossamer.loss.kl import Kl
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.precision import precision_of
-from gossamer.run.batches import Batches, generator_states
+from gossamer.model.python_state.random_generators import generator_states
+from gossamer.run.batches import Batches
 from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, packed
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed

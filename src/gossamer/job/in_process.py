@@ -324,7 +324,7 @@ def _check_as_it_is(config: RunConfig) -> None:
     """Raise BadInput for settings that would change a module which a program passes: it is trained as it is. So for
     those that need another one in another process.
     """
-    if config.train.adversarial.ahead:
+    if config.train.adversarial.has_companion:
         raise bad_input(
             wanted="a model that Gossamer builds (model.hf, model.gguf, model.factory), to build it in the companion "
             "process too",

@@ -70,7 +70,7 @@ class AdversarialState:
         """Return the state before the first step: the present weights and buffers, kept in `memory` where given."""
         found = {name: owner._buffers[key] for name, owner, key in _buffers(module) if isinstance(owner, _BatchNorm)}
         statistics = {n: b.detach().clone() for n, b in found.items() if b is not None}
-        buffers = dict(named_buffers(module))
+        buffers = dict(module.named_buffers())
         if not settings.delay:
             return AdversarialState(module, params, {}, {}, statistics)
         kept = {n: x.detach().clone() for n, x in {**params, **buffers}.items()} if memory is None else memory.tensors
@@ -87,7 +87,7 @@ class AdversarialState:
             value.copy_(self.params[name])
         if not self.previous_buffers:
             return
-        for name, held in named_buffers(self.module):
+        for name, held in self.module.named_buffers():
             value = self.previous_buffers[name]
             if value.shape != held.shape or value.dtype != held.dtype:
                 raise bad_input(
@@ -100,20 +100,18 @@ class AdversarialState:
 
     @contextmanager
     def before(self) -> Iterator[BufferValues]:
-        """Put the weights of the last step into the model in this context, if they are kept; yield copies of its
-        buffers then, else of the present ones.
-        """
+        """Put the weights of the last step into the model in this context; yield copies of its buffers."""
         now = {name: self.params[name].data for name in self.previous}
         for name, value in self.previous.items():
             self.params[name].data = value  # no in-place write: graphs of other micro-batches may be alive
         try:
-            yield self._buffers_before() if self.previous else copies_of_buffers(self.module)
+            yield self._buffers_before()
         finally:
             for name, value in now.items():
                 self.params[name].data = value
 
     def _buffers_before(self) -> BufferValues:
-        names = {id(held): name for name, held in named_buffers(self.module)}
+        names = {id(held): name for name, held in self.module.named_buffers()}
         copies = {name: value.clone() for name, value in self.previous_buffers.items()}
         return [
             (owner._buffers, key, copies[names[id(held)]])
@@ -136,11 +134,6 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, owner in module.named_modules():
         for key in owner._buffers:
             yield f"{path}.{key}" if path else key, owner, key
-
-
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every buffer once, under its first name."""
-    yield from module.named_buffers()
 
 
 def copies_of_buffers(module: nn.Module) -> BufferValues:
@@ -228,8 +221,7 @@ class OfPresentWeights(PerturbedInputs):
         """Do nothing."""
 
     def of(self, piece: MicroBatch, step: int) -> RankBatch:
-        with self.state.before() as buffers:
-            return self.attack.perturbed(piece, step, buffers)
+        return self.attack.perturbed(piece, step, copies_of_buffers(self.attack.engine.module))
 
     def close(self) -> None:
         """Do nothing."""

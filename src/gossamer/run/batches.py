@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from gossamer.data import Order, SampleOrder, Sequences
 from gossamer.data.pair_sequences import PairOrder
+from gossamer.model.python_state.random_generators import generator_states
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.plan import Plan
 from gossamer.sync import LocalStepSchedule
@@ -254,12 +254,6 @@ class Feed:
             for number, (a, b) in enumerate(pairwise(borders))
             if self.only is None or number in self.only
         ]
-
-
-def generator_states() -> tuple[object, ...]:
-    """Return the states of the default generators of torch (on the CPU), Python and numpy, to be compared."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(name), np.asarray(keys).tobytes(), *rest
 
 
 def cut(rows: int, pieces: int) -> list[int]:

@@ -28,7 +28,7 @@ def set_threads(config: RunConfig, local_ranks: int) -> None:
     `auto`: OMP_NUM_THREADS if the environment sets it, else the host's cores divided evenly by its ranks, or by its
     ranks and their companion processes.
     """
-    wanted, processes = config.machines.threads, local_ranks * (2 if config.train.adversarial.ahead else 1)
+    wanted, processes = config.machines.threads, local_ranks * (2 if config.train.adversarial.has_companion else 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     given = os.environ.get("OMP_NUM_THREADS", "")
     shared = int(given) if given.isdigit() and int(given) else max(1, cores // processes)

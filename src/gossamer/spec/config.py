@@ -227,6 +227,11 @@ class AdversarialSection(Section):
         [], description="keys of a batch to perturb; default: the one real-valued input of the model's forward"
     )
 
+    @property
+    def has_companion(self) -> bool:
+        """Return whether every rank has a companion process."""
+        return self.epsilon > 0 and self.ahead
+
 
 class PhaseSection(Section):
     """One phase of a run (`train.phases`): where its weights come from, and the keys that differ from the run's."""

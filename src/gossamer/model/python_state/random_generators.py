@@ -31,6 +31,12 @@ def generators_kept() -> Iterator[None]:
             torch.cuda.set_rng_state_all(gpus)
 
 
+def generator_states() -> tuple[object, ...]:
+    """Return the states of the default generators of torch (on the CPU), Python and numpy, to be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), str(name), np.asarray(keys).tobytes(), *rest
+
+
 @dataclass(frozen=True)
 class RandomGenerators:
     """The reader of random generators into `record`."""

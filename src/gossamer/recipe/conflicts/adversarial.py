@@ -83,7 +83,7 @@ def adversarial_with_training(recipe: Recipe) -> BadInput | None:
 def adversarial_ahead(recipe: Recipe) -> BadInput | None:
     """Return an error for a companion process that could not compute what the rank itself would."""
     settings = recipe.config.train.adversarial
-    if not (settings.epsilon and settings.ahead):
+    if not settings.has_companion:
         return None
     if not settings.delay:
         return bad_input(

@@ -6,7 +6,6 @@ tried again, a micro-batch that is computed again) is asked for when its loss is
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,9 +17,10 @@ from torch import Tensor
 
 from gossamer.loss import IGNORE
 from gossamer.loss._distillation import targets
+from gossamer.model.python_state.random_generators import generator_states, generators_kept
 from gossamer.ops.cut_cross_entropy import LogitMap
 from gossamer.ops.tiled_logits import HeadRows
-from gossamer.run.batches import Batches, RankBatch, WidenedBatches, generator_states
+from gossamer.run.batches import Batches, RankBatch, WidenedBatches
 from gossamer.run.remote_teacher.frames import packed
 from gossamer.run.remote_teacher.link import TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Ready, Rows, Terms
@@ -158,15 +158,11 @@ class RemoteTeacherBatches(WidenedBatches):
         key = np.asarray(indices, np.int64).tobytes()
         if self._announced is not None and self._announced[0] == key:
             return
-        saved, before = (torch.get_rng_state(), random.getstate(), np.random.get_state()), generator_states()
-        rows = self.inner.batch(indices)
-        if generator_states() == before:
+        with generators_kept():
+            before, rows = generator_states(), self.inner.batch(indices)
+            self.is_announced = generator_states() == before
+        if self.is_announced:
             self._announced = key, self._teacher.ask(rows)
-            return
-        self.is_announced = False
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        np.random.set_state(saved[2])
 
 
 def given(batch: Mapping[str, Tensor]) -> RankBatch:
