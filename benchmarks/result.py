@@ -76,11 +76,17 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
 def _signed(figures: dict[str, Any], script: str) -> dict[str, Any]:
     return {
         **figures,
-        "command": " ".join(["python", f"benchmarks/{script}.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{script}.py", *_told(sys.argv[1:])]),
         "date": date.today().isoformat(),
         "commit": commit(),
         "machine": machine(),
     }
+
+
+def _told(arguments: list[str]) -> list[str]:
+    """Return the arguments without `--cache PATH`, as where trials are kept changes no figure."""
+    at = arguments.index("--cache") if "--cache" in arguments else len(arguments)
+    return [one for one in arguments[:at] + arguments[at + 2 :] if not one.startswith("--cache=")]
 
 
 def _write(name: str, record: dict[str, Any]) -> None:

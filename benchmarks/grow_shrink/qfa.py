@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -23,7 +25,7 @@ import torch
 from torch import nn
 
 from claims import Row, Study
-from claims._grid import tuned
+from claims._grid import Tuned, tuned
 from claims._lm import batches, loss_of, rate_at, validation_loss
 from claims._trials import Trials
 from gossamer import optimizer as optimizer_methods
@@ -40,7 +42,6 @@ from grow_shrink.quantize import CALIBRATION, SHAPE, TOKENS, base
 
 BUDGETS, SEEDS, STEPS, BASE_STEPS, RANK = (2.25, 2.5, 3.0, 3.5), 2, 96, 200, 4
 START, GROUP = 4e-3, 64
-STARTS = ("round_to_nearest", "gptq")
 
 
 def studies(*, quick: bool) -> list[Study]:
@@ -55,38 +56,18 @@ def budgets(steps: int, base_steps: int, seeds: int, trials: Trials) -> list[Row
             partial(losses, side, rate, steps, base_steps, seed),
         )
 
-    sides = {"supernet": "supernet", "separate": "separate"}
-    grids = tuned(
-        {name: lambda rate, name=name: mean(run(name, rate, 0).values()) for name in sides},
-        dict.fromkeys(sides, START),
-        factor=2.0,
-        least=3,
-        most=4,
-    )
-    found = {name: [run(name, grids[name].best, seed) for seed in range(seeds)] for name in sides}
-    rows = []
-    for budget in BUDGETS:
-        pairs = zip(found["supernet"], found["separate"], strict=True)
-        each = [ours[str(budget)] / theirs[str(budget)] for ours, theirs in pairs]
-        rows.append(
-            Row(
-                method="qfa",
-                claim=f"loss at {budget:g} bits on average; holds: within 1 % with a quarter of the steps in all",
-                baseline="tuned for these widths alone",
-                ratio=round(mean(each), 5),
-                paper_ratio=None,
-                spread=(round(min(each), 5), round(max(each), 5)),
-                seeds=seeds,
-                setting=f"byte LM of {SHAPE.layers} layers of {SHAPE.width}, {base_steps} steps; then LoRA of rank "
-                f"{RANK}, {steps} steps of {TOKENS} tokens; groups of 64, rounded to nearest",
-                holds=max(each) <= 1.01,
-                details={
-                    name: {"losses": [one[str(budget)] for one in runs], "rates": grids[name].told()}
-                    for name, runs in found.items()
-                },
-            )
+    sides = Sides.of("supernet", "separate", run, seeds)
+    return [
+        sides.row(
+            budget,
+            claim=f"loss at {budget:g} bits on average; holds: within 1 % with a quarter of the steps in all",
+            baseline="tuned for these widths alone",
+            is_held=lambda worst: worst <= 1.01,
+            setting=f"{base_steps} steps; then LoRA of rank {RANK}, {steps} steps of {TOKENS} tokens; groups of "
+            f"{GROUP}, rounded to nearest",
         )
-    return rows
+        for budget in BUDGETS
+    ]
 
 
 def starts(steps: int, base_steps: int, seeds: int, trials: Trials) -> list[Row]:
@@ -96,49 +77,86 @@ def starts(steps: int, base_steps: int, seeds: int, trials: Trials) -> list[Row]
             partial(losses, "supernet", rate, steps, base_steps, seed, by),
         )
 
-    grids = tuned(
-        {by: lambda rate, by=by: mean(run(by, rate, 0).values()) for by in STARTS},
-        dict.fromkeys(STARTS, START),
-        factor=2.0,
-        least=3,
-        most=4,
-    )
-    found = {by: [run(by, grids[by].best, seed) for seed in range(seeds)] for by in STARTS}
+    sides = Sides.of("gptq", "round_to_nearest", run, seeds)
     before = {
         by: [
             trials(f"{by} after {base_steps}, untrained, seed {seed}", partial(untrained, by, base_steps, seed))
             for seed in range(seeds)
         ]
-        for by in STARTS
+        for by in sides.grids
     }
-    rows = []
-    for budget in BUDGETS:
-        pairs = zip(found["gptq"], found["round_to_nearest"], strict=True)
-        each = [ours[str(budget)] / theirs[str(budget)] for ours, theirs in pairs]
-        rows.append(
-            Row(
-                method="qfa",
-                claim=f"loss at {budget:g} bits on average with integers of GPTQ; holds: below 1 with every seed",
-                baseline="rounded to nearest",
-                ratio=round(mean(each), 5),
-                paper_ratio=None,
-                spread=(round(min(each), 5), round(max(each), 5)),
-                seeds=seeds,
-                setting=f"byte LM of {SHAPE.layers} layers of {SHAPE.width}, {base_steps} steps; then LoRA of rank "
-                f"{RANK}, {steps} steps of {TOKENS} tokens; groups of {GROUP}; {CALIBRATION} sequences of training "
-                "text calibrate",
-                holds=max(each) < 1,
-                details={
-                    by: {
-                        "losses": [one[str(budget)] for one in runs],
-                        "untrained": [one[str(budget)] for one in before[by]],
-                        "rates": grids[by].told(),
-                    }
-                    for by, runs in found.items()
-                },
-            )
+    return [
+        sides.row(
+            budget,
+            claim=f"loss at {budget:g} bits on average with integers of GPTQ; holds: below 1 with every seed",
+            baseline="rounded to nearest",
+            is_held=lambda worst: worst < 1,
+            setting=f"{base_steps} steps; then LoRA of rank {RANK}, {steps} steps of {TOKENS} tokens; groups of "
+            f"{GROUP}; {CALIBRATION} sequences of training text calibrate",
+            untrained=before,
         )
-    return rows
+        for budget in BUDGETS
+    ]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two sides, each tuned by the same number of trials: losses at every budget, by seed."""
+
+    ours: str
+    theirs: str
+    grids: Mapping[str, Tuned]
+    found: Mapping[str, Sequence[Mapping[str, float]]]
+
+    @staticmethod
+    def of(ours: str, theirs: str, run: Callable[[str, float, int], dict[str, float]], seeds: int) -> Sides:
+        """Tune both sides on seed 0, and run the best rate with every seed."""
+        names = (ours, theirs)
+        grids = tuned(
+            {name: lambda rate, name=name: mean(run(name, rate, 0).values()) for name in names},
+            dict.fromkeys(names, START),
+            factor=2.0,
+            least=3,
+            most=4,
+        )
+        return Sides(ours, theirs, grids, {n: [run(n, grids[n].best, seed) for seed in range(seeds)] for n in names})
+
+    def row(
+        self,
+        budget: float,
+        *,
+        claim: str,
+        baseline: str,
+        is_held: Callable[[float], bool],
+        setting: str,
+        untrained: Mapping[str, Sequence[Mapping[str, float]]] | None = None,
+    ) -> Row:
+        """Return the row of a budget; `is_held`: of the largest ratio of a seed."""
+
+        def at(runs: Sequence[Mapping[str, float]]) -> list[float]:
+            return [one[str(budget)] for one in runs]
+
+        pairs = zip(at(self.found[self.ours]), at(self.found[self.theirs]), strict=True)
+        each = [ours / theirs for ours, theirs in pairs]
+        return Row(
+            method="qfa",
+            claim=claim,
+            baseline=baseline,
+            ratio=round(mean(each), 5),
+            paper_ratio=None,
+            spread=(round(min(each), 5), round(max(each), 5)),
+            seeds=len(each),
+            setting=f"byte LM of {SHAPE.layers} layers of {SHAPE.width}, {setting}",
+            holds=is_held(max(each)),
+            details={
+                name: {
+                    "losses": at(runs),
+                    **({"untrained": at(untrained[name])} if untrained else {}),
+                    "rates": self.grids[name].told(),
+                }
+                for name, runs in self.found.items()
+            },
+        )
 
 
 def by_gptq(model: nn.Module, seed: int, folder: Path) -> None:
