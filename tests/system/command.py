@@ -17,6 +17,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.process.spawn import process_state
+from system import warm
 
 GOSSAMER = (sys.executable, "-m", "gossamer")
 SIZES = {
@@ -143,19 +144,29 @@ class Place:
         file.write_text(json.dumps(sections))
         return file
 
-    def start(self, *argv: str | Path, program: tuple[str, ...] = GOSSAMER, **env: object) -> subprocess.Popen[str]:
-        """Start it as the leader of a group, as a terminal does."""
-        process = subprocess.Popen(
-            [*program, *map(str, argv)],
+    def start(
+        self, *argv: str | Path, program: tuple[str, ...] = GOSSAMER, is_fresh: bool = False, **env: object
+    ) -> subprocess.Popen[str]:
+        """Start it as the leader of a group, as a terminal does. is_fresh: in an interpreter of its own."""
+        process = self._opened([*map(str, argv)], program, {k: str(v) for k, v in env.items()}, is_fresh=is_fresh)
+        self._started.append(process)
+        return process
+
+    def _opened(
+        self, argv: list[str], program: tuple[str, ...], env: dict[str, str], *, is_fresh: bool
+    ) -> subprocess.Popen[str]:
+        whole = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **env}
+        if program == GOSSAMER and not is_fresh and warm.can_start(env):
+            return warm.WarmCommand(argv, folder=self.folder, env=whole)
+        return subprocess.Popen(
+            [*program, *argv],
             cwd=self.folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **{k: str(v) for k, v in env.items()}},
+            env=whole,
         )
-        self._started.append(process)
-        return process
 
     def end_all(self) -> None:
         """Kill what a failed test left."""
@@ -178,8 +189,14 @@ class Place:
         return sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
 
     def living(self) -> set[int]:
-        """Processes that have this folder among their arguments."""
-        return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid)}
+        """Processes that have this folder among their arguments, or that were started in it."""
+        return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid) or self._is_home(pid)}
+
+    def _is_home(self, pid: int) -> bool:
+        try:
+            return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(self.folder)
+        except OSError:
+            return False
 
 
 @dataclass(frozen=True)

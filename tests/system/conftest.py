@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from system import warm
 from system.command import Done, InThisProcess, Place, eventually
 
 
@@ -25,8 +26,15 @@ def policed(folder: Path) -> Iterator[Place]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="session")
+def warm_gossamer() -> Iterator[None]:
+    """Commands start as copies of a process that has the imports."""
+    with warm.opened():
+        yield
+
+
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
+def place(tmp_path: Path, warm_gossamer: None) -> Iterator[Place]:
     """A folder with a corpus; no process started in it survives the test."""
     yield from policed(tmp_path / "place")
 
@@ -51,7 +59,7 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def trained(tmp_path_factory: pytest.TempPathFactory, warm_gossamer: None) -> Iterator[Trained]:
     """Read only: take a copy to change it."""
     for place in policed(tmp_path_factory.mktemp("trained") / "place"):
         config = place.config(train={"steps": 6}, machines={"processes": 2})

@@ -147,6 +147,7 @@ class Launcher:
                 "GOSSAMER_CHECKPOINT": "" if self.checkpoint is None else str(self.checkpoint),
             },
             echo=False,
+            imports=("transformers.modeling_utils",) if self.config.model.hf else (),
             threads=0 if machines.threads == "auto" else machines.threads,
             tick=tick,
         )

@@ -36,8 +36,8 @@ class LaunchRequest:
     env: added to this process's environment, which it overrides. echo: whether rank 0's output goes to the terminal as
     well as to its log. threads: compute threads per worker; 0: the processors this process may use, divided by
     `processes`. gives_word: the program ends through `run_worker`, so exit code 0 without a recorded exit (`LastWord`)
-    is a failure. say: called with messages for the user. tick: called about twenty times a second (a live display draws
-    there).
+    is a failure. imports: modules that the program is going to import, so that it is done once for all workers. say:
+    called with messages for the user. tick: called about twenty times a second (a live display draws there).
     """
 
     argv: tuple[str, ...]
@@ -49,6 +49,7 @@ class LaunchRequest:
     threads: int = 0
     generation: int = 0
     gives_word: bool = True
+    imports: tuple[str, ...] = ()
     say: Callable[[str], None] = to_stderr
     tick: Callable[[], None] = _nothing
 
@@ -145,7 +146,8 @@ def launch_among(start: LaunchRequest, among: Among, others: Mapping[int, socket
             loop, server, host=among.host, hostname=hostname, rundir=start.rundir, limits=start.limits
         ) as crew:
             supervision = Supervisor(site, crew, line, loop=loop, limits=start.limits)
-            return supervision.run([_job(start, among, server, local_rank) for local_rank in range(start.processes)])
+            jobs = [_job(start, among, server, local_rank) for local_rank in range(start.processes)]
+            return supervision.run(jobs, start.imports)
     finally:
         line.close()
         server.close()

@@ -63,10 +63,13 @@ class Supervisor:
         self._turned_s = self._judged_s = self._stop_s = self._failed_s = time.monotonic()
         self._is_ending = self._is_reported = False
 
-    def run(self, jobs: Sequence[Command]) -> RunEnd:
-        """Start the workers, supervise them until the run is over on all hosts, and return how it ended."""
+    def run(self, jobs: Sequence[Command], imports: Sequence[str] = ()) -> RunEnd:
+        """Start the workers, supervise them until the run is over on all hosts, and return how it ended.
+
+        imports: modules that the workers import beside their program.
+        """
         with StopRequests(self._loop) as requests:
-            self._crew.start(jobs)
+            self._crew.start(jobs, imports=imports, may_wait=lambda: self._may_wait(requests))
             while not self._is_over():
                 self._loop.turn(_TURN_S)
                 self._mind_pauses()
@@ -80,6 +83,16 @@ class Supervisor:
         outcome = replace(self._outcome(), asked_to_stop=self._stop is not None)
         self._line.send(RunEnded(exit_code=outcome.exit_code, text=outcome.text))
         return outcome
+
+    def _may_wait(self, requests: StopRequests) -> bool:
+        """Do a turn of what goes on before there is a worker; return whether nobody has asked to stop."""
+        self._loop.turn(_TURN_S)
+        self._mind_pauses()
+        self._hear()
+        if time.monotonic() - self._judged_s > self._limits.heartbeat_s / 5:
+            self._judge()
+        self._site.tick()
+        return requests.count == 0 and self._stop is None
 
     def _mind_pauses(self) -> None:
         now_s = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from gossamer.process import (
     Worker,
     exit_text,
     read_error,
+    starter_of,
 )
 from gossamer.process.out_of_memory import memory_events
 from gossamer.spec.units import show_gib, show_seconds
@@ -59,10 +60,20 @@ class WorkerGroup:
         self._named: set[int] = set()  # ranks whose failure is already out
         self._ended_by_us = False
 
-    def start(self, jobs: Sequence[Command]) -> None:
-        """Start one worker per command."""
-        for job in jobs:
-            self._workers[job.rank] = Worker(job, loop=self._loop, warden=self._warden)
+    def start(self, jobs: Sequence[Command], *, imports: Sequence[str], may_wait: Callable[[], bool]) -> None:
+        """Start one worker per command.
+
+        imports: modules that they import beside their program, to be imported once for all. may_wait: called again and
+        again meanwhile; where it says no, each worker imports for itself.
+        """
+        starter = starter_of(jobs, imports)
+        try:
+            while not starter.is_ready() and may_wait():
+                pass
+            for job in jobs:
+                self._workers[job.rank] = Worker(job, starter=starter, loop=self._loop, warden=self._warden)
+        finally:
+            starter.close()
         self._memory = {rank: memory_events(worker.pid) for rank, worker in self._workers.items()}
 
     def __enter__(self) -> WorkerGroup:

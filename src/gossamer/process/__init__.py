@@ -12,7 +12,9 @@ from gossamer.process.heartbeat_server import HeartbeatServer
 from gossamer.process.last_position import Position
 from gossamer.process.liveness import Liveness, left_standing, stalled
 from gossamer.process.orphan_reaper import OrphanReaper
-from gossamer.process.spawn import Command, Worker, tied
+from gossamer.process.spawn import Worker
+from gossamer.process.starter import Command, Starter, starter_of
+from gossamer.process.template import tied
 
 __all__ = [
     "BAD_INPUT",
@@ -29,10 +31,12 @@ __all__ = [
     "Liveness",
     "OrphanReaper",
     "Position",
+    "Starter",
     "Worker",
     "exit_text",
     "read_error",
     "stalled",
+    "starter_of",
     "left_standing",
     "tied",
     "write_error",

@@ -6,8 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import BinaryIO
@@ -16,26 +14,8 @@ from gossamer.process.event_loop import EventLoop
 from gossamer.process.exit_codes import SPOKEN
 from gossamer.process.last_position import LastWord, Position, PositionPage
 from gossamer.process.orphan_reaper import OrphanReaper
+from gossamer.process.starter import Command, Starter
 from gossamer.process.tee import Tee, last_line
-
-_ENTER = Path(__file__).with_name("_child_init.py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """The command of one worker. `env` is its whole environment; `echo` copies its output to ours as well as to `log`.
-
-    descriptors: our file descriptors that it inherits. gives_word: its program records its exit (`Heartbeat.leave`),
-    and exit code 0 without a record is a failure.
-    """
-
-    rank: int
-    argv: tuple[str, ...]
-    env: Mapping[str, str]
-    log: Path
-    echo: bool = False
-    descriptors: tuple[int, ...] = ()
-    gives_word: bool = False
 
 
 class Worker:
@@ -45,7 +25,7 @@ class Worker:
     started it.
     """
 
-    def __init__(self, job: Command, *, loop: EventLoop, warden: OrphanReaper) -> None:
+    def __init__(self, job: Command, *, starter: Starter, loop: EventLoop, warden: OrphanReaper) -> None:
         self.rank, self.log, self._warden = job.rank, job.log, warden
         self.exit_code: int | None = None
         self.peak_bytes = 0  # largest resident memory, known once it has exited
@@ -54,20 +34,11 @@ class Worker:
         self._log_start_bytes = self._file.tell()
         self._box = PositionPage()
         self._position, self._word, self._gives_word = Position(), LastWord(), job.gives_word
-        self._process = subprocess.Popen(
-            tied(job.argv),
-            env={**job.env, "GOSSAMER_BOX": str(self._box.descriptor)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if job.echo else self._file,
-            stderr=subprocess.PIPE if job.echo else self._file,
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=(self._box.descriptor, *job.descriptors),
-        )
+        self._process = starter.start(job, log=self._file, box=self._box.descriptor)
         self.pid = self._process.pid
         warden.guard(self.pid)
         self._tees = [
-            Tee(loop, pipe, log=self._file, onward=onward)  # type: ignore[arg-type]
+            Tee(loop, pipe, log=self._file, onward=onward)
             for pipe, onward in ((self._process.stdout, 1), (self._process.stderr, 2))
             if pipe is not None
         ]
@@ -85,7 +56,8 @@ class Worker:
         if self.runs and self._has_ended():
             self._signal_group(SIGKILL)  # while the dead leader still holds the group's number
             _, status, usage = os.wait4(self.pid, 0)
-            self.exit_code = self._process.returncode = os.waitstatus_to_exitcode(status)
+            self.exit_code = os.waitstatus_to_exitcode(status)
+            self._process.reaped(self.exit_code)
             self.peak_bytes = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             self._warden.forget(self.pid)
             for tee in self._tees:
@@ -136,11 +108,6 @@ class Worker:
     def _signal_group(self, number: Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
-
-
-def tied(argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` as a child that is killed (on Linux) when this process dies."""
-    return [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *argv]
 
 
 def process_state(pid: int) -> str:

@@ -30,7 +30,7 @@ import torch
 
 from gossamer.model.snapshot import Snapshot
 from gossamer.process.exit_codes import exit_text
-from gossamer.process.spawn import tied
+from gossamer.process.template import tied
 from gossamer.run.adversarial_step import KEY, AdversarialState, Attack, PerturbedInputs, before_step, copies, forms_of
 from gossamer.run.batches import Feed, MicroBatch, RankBatch, cut
 from gossamer.run.companion_messages import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.trial import Trial, TrialResult
-from gossamer.process.spawn import tied
+from gossamer.process.template import tied
 from gossamer.spec.errors import Interrupted
 
 _POLL_S = 0.1

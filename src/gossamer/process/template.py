@@ -1,0 +1,132 @@
+"""The supervisor's side of a template process (`_template.py`): have it import, then ask it for copies of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO, final
+
+from gossamer.process import _template
+from gossamer.process._template import READY, ForkRequest
+
+_ENTER = Path(__file__).with_name("_child_init.py")
+_PR_SET_CHILD_SUBREAPER = 36
+_ANSWER_S = 60.0  # a fork takes milliseconds; on a machine that swaps, seconds
+
+
+class TemplateLost(OSError):
+    """The template process has ended, or could not import what it was to import."""
+
+
+@final
+class Template:
+    """A template process that imports `modules` and is forked for each copy; the first one is the copies' program.
+
+    It is a fork of this process where this one has the imports already, and otherwise a fresh interpreter with the
+    environment `env`: libraries read theirs when they are loaded. What it says goes to `log`. On Linux only.
+    """
+
+    def __init__(self, modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO) -> None:
+        self.program, self._is_ready, self._process = modules[0], False, None
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if is_single() and all(module in sys.modules for module in modules):
+                self._pid = _split(theirs, modules)
+            else:
+                program = (sys.executable, "-m", _template.__name__, str(theirs.fileno()), str(os.getpid()))
+                self._process = subprocess.Popen(
+                    tied((*program, *modules)),
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+                self._pid = self._process.pid
+        self._channel.setblocking(False)
+
+    def is_ready(self) -> bool:
+        """Return whether it has imported its modules. Raises TemplateLost when it has ended instead."""
+        if not self._is_ready:
+            with contextlib.suppress(BlockingIOError):
+                self._is_ready = self._heard() == READY
+        return self._is_ready
+
+    def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> int:
+        """Start a copy and return its pid: a child of this process, in a session of its own, that dies with it.
+
+        descriptors: ours, which the copy has under the numbers of `request.descriptors`. Call it when `is_ready`.
+        Raises TemplateLost.
+        """
+        self._channel.settimeout(_ANSWER_S)
+        with _in_memory(request.encoded()) as page, _adopting():
+            try:
+                socket.send_fds(self._channel, [b"fork"], [page.fileno(), *descriptors])
+                return int(self._heard())
+            except (OSError, ValueError) as error:
+                raise TemplateLost(f"the template process {self._pid} did not start a copy: {error}") from None
+
+    def close(self) -> None:
+        """End the template process; its copies go on."""
+        self._channel.close()
+        os.kill(self._pid, 9)  # it may still import; it has nothing to lose
+        _, status = os.waitpid(self._pid, 0)
+        if self._process is not None:
+            self._process.returncode = os.waitstatus_to_exitcode(status)
+
+    def _heard(self) -> bytes:
+        try:
+            said = self._channel.recv(64)
+        except ConnectionError:
+            said = b""
+        if not said:
+            raise TemplateLost(f"the template process {self._pid} has ended")
+        return said
+
+
+def is_single() -> bool:
+    """Return whether this process has one thread only, native ones included (on Linux; elsewhere: not known, False)."""
+    return sys.platform == "linux" and threading.active_count() == 1 == len(os.listdir("/proc/self/task"))
+
+
+def tied(argv: Sequence[str]) -> list[str]:
+    """Return the command that runs `argv` as a child that is killed (on Linux) when this process dies."""
+    return [sys.executable, "-I", "-S", str(_ENTER), str(os.getpid()), *argv]
+
+
+def _split(channel: socket.socket, modules: Sequence[str]) -> int:
+    supervisor = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _template.split(channel, supervisor, modules)
+    finally:
+        os._exit(1)
+
+
+def _in_memory(data: bytes) -> BinaryIO:
+    """Return an open file without a name that holds `data`."""
+    file = os.fdopen(os.memfd_create("gossamer-request"), "w+b")
+    file.write(data)
+    file.flush()
+    return file
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """While entered, grandchildren whose parent ends become children of this process."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
