@@ -1,6 +1,6 @@
 """A process that has imported a program once and forks itself into each copy of it that is asked for.
 
-Run as `python -m gossamer.process._template DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that started
+Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that started
 it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing and starts no
 thread, so that what is forked from it is as good as a fresh interpreter. `template.py` has the other side.
 """
@@ -213,7 +213,3 @@ def _exit_code(end: SystemExit) -> int:
         return end.code & 0xFF
     sys.stderr.write(f"{end.code}\n")
     return 1
-
-
-if __name__ == "__main__":
-    main()

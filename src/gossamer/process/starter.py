@@ -21,6 +21,8 @@ from typing import BinaryIO, final
 from gossamer.process._template import ForkRequest
 from gossamer.process.template import Template, TemplateLost, is_single, tied
 
+_DEVICES = ("/proc/driver/nvidia", "/dev/kfd")  # of the drivers of NVIDIA and of ROCm
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -134,10 +136,10 @@ def starter_of(jobs: Sequence[Command], imports: Sequence[str] = ()) -> Starter:
     """Return the starter for the workers of this host. `imports`: modules that they will import beside their program.
 
     Workers are copied where there are several of one Python module (or this process has its imports), on Linux without
-    an NVIDIA driver: a process that has met CUDA cannot be forked, and imports of a user's environment may meet it.
+    an accelerator: a process that has met one cannot be forked, and imports of a user's environment may meet it.
     """
     is_module = bool(jobs) and jobs[0].argv[:2] == (sys.executable, "-m") and len(jobs[0].argv) > 2
-    can_fork = sys.platform == "linux" and not os.path.exists("/proc/driver/nvidia")
+    can_fork = sys.platform == "linux" and not any(os.path.exists(device) for device in _DEVICES)
     if not (is_module and can_fork) or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
         return FreshStarter()
     is_worth_it = len(jobs) > 1 or (jobs[0].argv[2] in sys.modules and is_single())

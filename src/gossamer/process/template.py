@@ -17,6 +17,7 @@ from gossamer.process import _template
 from gossamer.process._template import READY, ForkRequest
 
 _ENTER = Path(__file__).with_name("_child_init.py")
+_PROGRAM = "gossamer.process._template_main"
 _PR_SET_CHILD_SUBREAPER = 36
 _ANSWER_S = 60.0  # a fork takes milliseconds; on a machine that swaps, seconds
 
@@ -40,7 +41,7 @@ class Template:
             if is_single() and all(module in sys.modules for module in modules):
                 self._pid = _split(theirs, modules)
             else:
-                program = (sys.executable, "-m", _template.__name__, str(theirs.fileno()), str(os.getpid()))
+                program = (sys.executable, "-m", _PROGRAM, str(theirs.fileno()), str(os.getpid()))
                 self._process = subprocess.Popen(
                     tied((*program, *modules)),
                     env=env,

@@ -1,0 +1,246 @@
+"""Workers as copies of a process that has the imports: each is what a fresh interpreter would be."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.process import Command, EventLoop, OrphanReaper, Worker
+from gossamer.process.spawn import process_state
+from gossamer.process.starter import ForkedStarter, FreshStarter, Starter, starter_of
+from gossamer.process.template import Template, TemplateLost
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are of Linux")
+
+# A program that tells what it was given; `said` counts how often its other module was imported.
+PROGRAM = """
+import atexit, json, os, signal, sys, threading
+import shared_imports
+
+def seen():
+    handlers = {n.name: str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)}
+    return {
+        "argv": sys.argv[1:], "name": __name__, "env": dict(os.environ), "folder": os.getcwd(), "path": sys.path[0],
+        "leads": os.getsid(0) == os.getpid() == os.getpgid(0), "parent": os.getppid(), "handlers": handlers,
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "stdin": sys.stdin.read(),
+        "open": sorted(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")),
+        "importer": shared_imports.PID, "pid": os.getpid(), "threads": len(os.listdir("/proc/self/task")),
+    }
+
+if __name__ == "__main__":
+    if sys.argv[1] == "tell":
+        print(json.dumps(seen()))
+    elif sys.argv[1] == "wait":
+        print("waits", flush=True)
+        signal.pause()
+    elif sys.argv[1] == "raise":
+        raise ValueError("no such thing")
+    elif sys.argv[1] == "exit":
+        atexit.register(print, "at exit")
+        threading.Thread(target=print, args=["a thread's last word"]).start()
+        sys.exit(int(sys.argv[2]))
+    elif sys.argv[1] == "text":
+        sys.exit("said at the end")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "shared_imports.py").write_text("import os\nPID = os.getpid()\n")
+    (tmp_path / "told.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(folder: Path, *argv: str, rank: int = 0, descriptors: tuple[int, ...] = (), echo: bool = False) -> Command:
+    env = {**os.environ, "RANK": str(rank), "MINE": f"of {rank}"}
+    command = (sys.executable, "-m", "told", *argv)
+    return Command(
+        rank=rank, argv=command, env=env, log=folder / f"log-{rank}", descriptors=descriptors, echo=echo
+    )
+
+
+def ready(starter: Starter) -> Starter:
+    while not starter.is_ready():
+        time.sleep(0.01)
+    return starter
+
+
+@contextmanager
+def at_work(starter: Starter, *jobs: Command) -> Iterator[list[Worker]]:
+    loop, warden = EventLoop(), OrphanReaper()
+    workers: list[Worker] = []
+    try:
+        for one in jobs:
+            workers.append(Worker(one, starter=starter, loop=loop, warden=warden))
+        starter.close()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            while worker.poll() is None:
+                loop.turn(0.01)
+        warden.close()
+        loop.close()
+
+
+def end_of(starter: Starter, *jobs: Command) -> list[tuple[int | None, str]]:
+    """Exit code and log of each."""
+    with at_work(starter, *jobs) as workers:
+        while any(worker.poll() is None for worker in workers):
+            time.sleep(0.01)
+    return [(worker.exit_code, worker.log.read_text()) for worker in workers]
+
+
+def test_a_copy_is_given_what_a_fresh_interpreter_is_given(program: Path) -> None:
+    told: list[dict[str, Any]] = []
+    with open(program / "told.py") as handed:
+        number = handed.fileno()
+        for make in (lambda one: FreshStarter(), lambda one: ready(ForkedStarter(one))):
+            one = job(program, "tell", "a", "b c", descriptors=(handed.fileno(),))
+            ((code, log),) = end_of(make(one), one)
+            assert code == 0, log
+            told.append(json.loads(log))
+            one.log.unlink()
+    fresh, copied = told
+    assert fresh.pop("importer") == fresh.pop("pid")
+    assert copied.pop("importer") != copied.pop("pid")  # it was imported before
+    for one in told:  # the number of the position page's descriptor is whatever was free
+        assert one.pop("open") == sorted([0, 1, 2, int(one["env"].pop("GOSSAMER_BOX")), number])
+    assert copied == fresh
+    assert copied["parent"] == os.getpid()
+    assert copied["argv"] == ["tell", "a", "b c"]
+    assert copied["env"]["MINE"] == "of 0"
+
+
+def test_copies_have_their_own_environment_and_share_the_imports(program: Path) -> None:
+    jobs = [job(program, "tell", rank=rank) for rank in range(3)]
+    ends = end_of(ready(ForkedStarter(jobs[0], ["json"])), *jobs)
+    told = [json.loads(log) for _, log in ends]
+    assert [one["env"]["MINE"] for one in told] == ["of 0", "of 1", "of 2"]
+    assert len({one["importer"] for one in told}) == 1
+    assert len({one["pid"] for one in told}) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["exit", "7"], 7, ["a thread's last word", "at exit"]),
+        (["raise"], 1, ["ValueError: no such thing"]),
+        (["text"], 1, ["said at the end"]),
+    ],
+)
+def test_a_copy_ends_as_a_fresh_interpreter_does(program: Path, words: list[str], code: int, said: list[str]) -> None:
+    one = job(program, *words)
+    for starter in (FreshStarter(), ready(ForkedStarter(one))):
+        ((ended, log),) = end_of(starter, one)
+        assert ended == code
+        assert all(text in log for text in said), log
+        one.log.unlink()
+
+
+def test_the_output_of_a_copy_is_echoed(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = job(program, "exit", "0", echo=True)
+    ((code, log),) = end_of(ready(ForkedStarter(one)), one)
+    assert code == 0
+    assert "at exit" in log
+    assert "at exit" in capfd.readouterr().out
+
+
+def test_a_copy_is_killed_as_any_worker(program: Path) -> None:
+    one = job(program, "wait")
+    with at_work(ready(ForkedStarter(one)), one) as (worker,):
+        while "waits" not in worker.log.read_text():
+            time.sleep(0.01)
+        assert worker.state() == "S"
+        worker.signal(signal.SIGTERM)
+        while worker.poll() is None:
+            time.sleep(0.01)
+        assert worker.exit_code == -signal.SIGTERM
+
+
+def test_what_the_template_cannot_import_a_fresh_interpreter_tells(program: Path) -> None:
+    (program / "shared_imports.py").write_text("raise ImportError('it is not there')\n")
+    jobs = [job(program, "tell", rank=rank) for rank in range(2)]
+    ends = end_of(ready(ForkedStarter(jobs[0])), *jobs)
+    assert [code for code, _ in ends] == [1, 1]
+    assert all("it is not there" in log for _, log in ends)
+
+
+def test_workers_do_not_wait_for_a_template_that_is_closed(program: Path) -> None:
+    (program / "slow_imports.py").write_text("import time\ntime.sleep(600)\n")
+    one = job(program, "tell")
+    starter = ForkedStarter(one, ["slow_imports"])
+    assert not starter.is_ready()
+    ((code, log),) = end_of(starter, one)
+    assert code == 0
+    assert json.loads(log)["importer"] == json.loads(log)["pid"]
+
+
+def test_a_lost_template_is_said(program: Path) -> None:
+    with open(os.devnull, "wb") as log:
+        template = Template(["told"], env=os.environ, log=log)
+    try:
+        os.kill(template._pid, signal.SIGKILL)
+        with pytest.raises(TemplateLost, match="has ended"):
+            while True:
+                template.is_ready()
+    finally:
+        template.close()
+
+
+def test_a_template_and_its_copies_die_with_the_supervisor(program: Path) -> None:
+    supervisor = f"""
+import os, sys, time
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from pathlib import Path
+from run.test_template import job, ready
+from gossamer.process import EventLoop, OrphanReaper, Worker
+from gossamer.process.starter import ForkedStarter
+one = job(Path.cwd(), "wait")
+starter = ready(ForkedStarter(one))
+worker = Worker(one, starter=starter, loop=EventLoop(), warden=OrphanReaper())
+print(starter._template._pid, worker.pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", supervisor], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(process_state(pid) not in ("", "Z") for pid in pids)
+        process.kill()
+        process.wait()
+    deadline_s = time.monotonic() + 30
+    while any(process_state(pid) not in ("", "Z") for pid in pids):
+        assert time.monotonic() < deadline_s, "it lives on"
+        time.sleep(0.01)
+
+
+def test_who_is_copied(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(*jobs: Command) -> type[Starter]:
+        starter = starter_of(jobs)
+        starter.close()
+        return type(starter)
+
+    one = job(program, "tell")
+    other = Command(rank=0, argv=("/bin/true",), env={}, log=program / "log")
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert kind(one, one) is ForkedStarter
+    assert kind(one) is FreshStarter  # nothing would be shared
+    assert kind(other, other) is FreshStarter
+    monkeypatch.setenv("GOSSAMER_FRESH_RANKS", "1")
+    assert kind(one, one) is FreshStarter
+    monkeypatch.delenv("GOSSAMER_FRESH_RANKS")
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia")
+    assert kind(one, one) is FreshStarter
