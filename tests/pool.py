@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gossamer.process._template import ForkRequest
+from gossamer.process.template import Template
+
 HERE = Path(__file__).parent
+IMPORTS = ("gossamer.job.worker", "transformers.modeling_utils")  # what most jobs import
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,28 @@ def hung(worker: subprocess.Popen[str]) -> None:
     worker.kill()
 
 
+class Copy(subprocess.Popen[str]):
+    """As `subprocess.Popen` of `python pool.py`: a worker that is a copy of a process with all imports."""
+
+    def __init__(self, template: Template, env: dict[str, str]) -> None:
+        self._from = template, env
+        super().__init__(["pool.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def _execute_child(self, *given: Any) -> None:
+        """Fill in `pid` (given: as in Python 3.10 to 3.14, where 10 and 13 are the worker's ends of the pipes)."""
+        (template, env), stdin, stdout = self._from, given[10], given[13]
+        request = ForkRequest(arguments=(), env=env, folder=str(HERE.parent), descriptors=(0, 1, 2))
+        self.pid = template.fork(request, [stdin, stdout, 2])
+        self._child_created = True
+        os.close(stdin)
+        os.close(stdout)
+
+
 class Pool:
     """Workers are started as they are first needed and live until `close`."""
 
     def __init__(self) -> None:
+        self._template: Template | None = None
         self._workers: list[subprocess.Popen[str]] = []
         self.broken = False
 
@@ -84,10 +106,17 @@ class Pool:
             answers = [self._answer(self._workers[rank]) for rank in range(ranks)]
         if self.broken:  # the next job begins with fresh workers
             self.broken = False
-            self.close()
+            self._end_workers()
         return answers
 
     def close(self) -> None:
+        """End the workers, and what they are copied from."""
+        self._end_workers()
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+
+    def _end_workers(self) -> None:
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.close()
@@ -97,18 +126,29 @@ class Pool:
             worker.stdout.close()
         self._workers.clear()
 
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # the workers import what the tests do
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        return subprocess.Popen(
-            [sys.executable, "-u", str(HERE / "pool.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=HERE.parent,
-        )
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if sys.platform != "linux":
+            return subprocess.Popen(
+                [sys.executable, str(HERE / "pool.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd=HERE.parent,
+            )
+        if self._template is None:
+            sys.__stderr__.flush()
+            self._template = Template(("pool", *IMPORTS), env=environment, log=sys.__stderr__.buffer)
+            while not self._template.is_ready():
+                time.sleep(0.02)
+        return Copy(self._template, environment)
 
     def _answer(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
         assert worker.stdout is not None

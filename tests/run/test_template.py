@@ -28,7 +28,8 @@ import atexit, json, os, signal, sys, threading
 import shared_imports
 
 def seen():
-    handlers = {n.name: str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)}
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+    handlers = {number.name: str(signal.getsignal(number)) for number in watched}
     return {
         "argv": sys.argv[1:], "name": __name__, "env": dict(os.environ), "folder": os.getcwd(), "path": sys.path[0],
         "leads": os.getsid(0) == os.getpid() == os.getpgid(0), "parent": os.getppid(), "handlers": handlers,
@@ -65,9 +66,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def job(folder: Path, *argv: str, rank: int = 0, descriptors: tuple[int, ...] = (), echo: bool = False) -> Command:
     env = {**os.environ, "RANK": str(rank), "MINE": f"of {rank}"}
     command = (sys.executable, "-m", "told", *argv)
-    return Command(
-        rank=rank, argv=command, env=env, log=folder / f"log-{rank}", descriptors=descriptors, echo=echo
-    )
+    return Command(rank=rank, argv=command, env=env, log=folder / f"log-{rank}", descriptors=descriptors, echo=echo)
 
 
 def ready(starter: Starter) -> Starter:

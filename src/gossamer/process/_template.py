@@ -1,8 +1,8 @@
 """A process that has imported a program once and forks itself into each copy of it that is asked for.
 
-Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that started
-it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing and starts no
-thread, so that what is forked from it is as good as a fresh interpreter. `template.py` has the other side.
+Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that
+started it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing and
+starts no thread, so that what is forked from it is as good as a fresh interpreter. `template.py` has the other side.
 """
 
 from __future__ import annotations

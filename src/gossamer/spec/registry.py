@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
@@ -23,6 +23,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
@@ -102,10 +105,17 @@ def _below(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _inner(cls: type[Any]) -> dict[str, Registry[Any]]:
+@cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    """Return the annotations of a method's class, evaluated."""
+    return get_type_hints(cls)
+
+
+@cache
+def _inner(cls: type[Any]) -> Mapping[str, Registry[Any]]:
     """Return the parameters of a method that are methods themselves, each with its registry."""
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     return {f.name: room for f in fields(cls) if f.init and (room := _registry_in(hints[f.name]))}
 
 
@@ -134,7 +144,7 @@ def _spelled_out(
 
 
 def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
-    inner, hints = _inner(cls), get_type_hints(cls)
+    inner, hints = _inner(cls), _hints(cls)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
@@ -154,14 +164,21 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
 
 
 def _coerce(value: Any, hint: Any, *, key: str) -> Any:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     if value is None and type(None) in get_args(hint):  # also where the other kind is a method
         return None
     try:
-        return TypeAdapter(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
+        return _validator(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
     except ValidationError:
         raise bad_input(wanted=_name(hint), got=repr(value), do="write one", key=key) from None
+
+
+@cache
+def _validator(hint: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(hint)
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
