@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -615,6 +616,7 @@ def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[
 
 def storages() -> dict[int, torch.UntypedStorage]:
     """The memory of all tensors that Python knows of, each once. As long as it is held, nothing else has its key."""
+    time.sleep(0.1)  # threads of the backend let go of what they sent once they are given the interpreter
     gc.collect()
     found = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
     return {s._cdata: s for s in found if s.device.type != "meta"}

@@ -29,10 +29,13 @@ from gossamer.spec.plan import Plan
 
 
 def flop_per_token_of(job: RankJob) -> float:
-    """Return the FLOP per token of a forward; 0 for data without tokens.
+    """Return the FLOP per token of a forward, on rank 0; 0 on other ranks, and for data without tokens.
 
-    Raises BadInput if the tokenizer has ids that the model's vocabulary lacks.
+    Rank 0 alone tells of it, and a forward of a large model on shapes takes a core seconds. Raises BadInput if the
+    tokenizer has ids that the model's vocabulary lacks.
     """
+    if job.where.rank:
+        return 0.0
     parts = job.parts
     one = moved(parts.train.batch(np.zeros(1, np.int64)), parts.device)
     if "input_ids" not in one:
