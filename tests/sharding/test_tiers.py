@@ -69,7 +69,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    folder: Path, module: nn.Module, limits: dict[str, Any] | None, savers: Sequence[Any] = (), **train: Any
+    folder: Path,
+    module: nn.Module,
+    limits: dict[str, Any] | None,
+    savers: Sequence[Any] = (),
+    resume: str | None = None,
+    **train: Any,
 ) -> dict[str, Any]:
     written = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
     steps = {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0, **train}
@@ -81,7 +86,7 @@ def trained(
         "plan": {"sharding": written, "savers": list(savers)},
     }
     config = {**config, "machines": {"threads": 1}}
-    done = gossamer.train(module, Tokens(), config)
+    done = gossamer.train(module, Tokens(), config, resume=resume)
     return {**done, "directory": str(done.run.path)}
 
 
@@ -112,7 +117,7 @@ def test_the_smallest_limits_work_and_one_byte_less_is_refused(
     assert used.file.peak == used.file.limit
     assert len(seen[-1].layout.trained) > 3
     read, written = seen[-1].layout.step_bytes({})
-    assert seen[-1].updater.moved_bytes == 3 * (read + written)
+    assert seen[-1].progress.moved_bytes == 3 * (read + written)
 
 
 class Wide(nn.Module):

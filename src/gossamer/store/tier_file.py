@@ -112,6 +112,11 @@ class TierFile:
             ) from None
         return TierFile(path, size_bytes, _takes_direct(plain), plain)
 
+    @property
+    def descriptor(self) -> int:
+        """Return the descriptor, with which another process reads and writes the same file."""
+        return self._handle
+
     def read(self, offset: int, buffer: Tensor) -> None:
         """Fill the buffer from `offset` on; releases the interpreter lock."""
         view, done = _memory(buffer), 0
