@@ -267,6 +267,16 @@ def test_a_file_in_use_and_a_damaged_journal(tmp_path: Path) -> None:
     assert torch.equal(back, data)
     assert torch.equal(one.mapped(PAGE, (2 * PAGE,), torch.uint8), data)
     one.close()
+    many = TierFile.create(tmp_path / "many.tier", 400 * PAGE)
+    data = page_buffer(400 * PAGE)
+    data.random_()
+    many.write(0, data)
+    parts = [page_buffer(PAGE) for _ in range(397)]
+    many.read(3 * PAGE, *parts, data[:0])  # more than one request takes
+    assert torch.equal(torch.cat(parts), data[3 * PAGE :])
+    with pytest.raises(OSError, match="the file ends"):
+        many.read(399 * PAGE, page_buffer(PAGE), page_buffer(PAGE))
+    many.close()
     journal = TierJournal(tmp_path / "one.json")
     journal.write({"updates": 3})
     assert journal.read() == {"updates": 3}

@@ -21,12 +21,13 @@ from gossamer.optimizer import Optimizer
 from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
 from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
 from gossamer.sharding._tier_limits import TierLimits
-from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
+from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
 from gossamer.spec.errors import RunFailed
 from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
 
+_FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
 
 
@@ -73,7 +74,7 @@ class TieredStates:
         """
         path = folder / f"rank-{rank:05d}.tier"
         limits.file.take(layout.size_bytes)
-        limits.host.take(STAGING_BYTES + windows * layout.window_bytes)
+        limits.host.take(windows * layout.window_bytes)
         journal = TierJournal(path.with_suffix(".json"))
         file = TierFile.create(path, layout.size_bytes)
         journal.remove()  # from here on the file holds no consistent state, until the first one is written
@@ -259,9 +260,9 @@ def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer
 
 def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    buffer = page_buffer(STAGING_BYTES)
-    for at in range(0, len(data), STAGING_BYTES):
-        part = data[at : at + STAGING_BYTES]
+    buffer = page_buffer(_FIRST_BYTES)
+    for at in range(0, len(data), _FIRST_BYTES):
+        part = data[at : at + _FIRST_BYTES]
         whole = -(-len(part) // 4096) * 4096
         buffer[: len(part)].copy_(part)
         file.write(offset + at, buffer[:whole])
@@ -270,14 +271,14 @@ def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
 def smallest_host(
     layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
 ) -> int:
-    """Return the least bytes of buffers that a step needs: staging, a window, and the gradients that are open at once.
+    """Return the least bytes of buffers that a step needs: a window, and the gradients that are open at once.
 
     The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
     open from the start on, and with several micro-batches all are, until the last of them.
     """
     sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
     if microbatches > 1:
-        return STAGING_BYTES + layout.window_bytes + sum(sizes.values())
+        return layout.window_bytes + sum(sizes.values())
     left = [set(names) for names in gradients]
     groups = [frozenset(names) for names in gradients]
     loose = walk.always.names
@@ -290,4 +291,4 @@ def smallest_host(
             left[i] -= unit.names
             if not left[i]:
                 is_open.discard(i)
-    return STAGING_BYTES + layout.window_bytes + most
+    return layout.window_bytes + most

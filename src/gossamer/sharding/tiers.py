@@ -6,8 +6,8 @@ read, and those of the units that follow are read ahead as far as `device` allow
 update as soon as it is full: a thread reads the next bucket's weights and states, one updates, one writes the last,
 while backward goes on. With train.max_grad_norm an update needs the norm of all gradients: they go to the file, and the
 update follows backward, where nothing hides it.
-State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: a staging
-buffer, up to 3 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights
+State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: up to
+3 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights
 and states twice, so that an update never overwrites what counts: a step that is rejected or cut short by a crash leaves
 the last one. With AdamW in float32 24 bytes per parameter, and 4 for gradients with clipping.
 Traffic: per step and parameter 8 bytes of weights (forward and backward), 12 read and 12 written by the update.
