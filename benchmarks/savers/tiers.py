@@ -32,11 +32,14 @@ _LIMIT = 1 << 30
 
 def rows(*, quick: bool) -> list[Row]:
     small = {"device": "16MiB", "host": "160MiB", "file": "300MB"}
-    found = [_row(_SMALL, small, clip=clip) for clip in (0.0, 1.0)] + [_row(_SMALL, None, clip=0.0)]
+    ways = [(update, clip) for clip in (0.0, 1.0) for update in ("threads", "process")]
+    found = [_row(_SMALL, {**small, "update": update}, clip=clip) for update, clip in ways]
+    found.append(_row(_SMALL, None, clip=0.0))
     if len({row.loss for row in found if "no clipping" in row.setting}) != 1:
         raise RunFailed("tiers: the loss is not that of plain training")
     if not quick:
-        found.append(_row(_LARGE, {"device": "112MiB", "host": "224MiB", "file": "7GiB"}, clip=0.0))
+        large = {"device": "112MiB", "host": "224MiB", "file": "7GiB"}
+        found += [_row(_LARGE, {**large, "update": update}, clip=0.0) for update in ("threads", "process")]
     return found
 
 
@@ -61,7 +64,8 @@ def _row(shape: dict[str, int], limits: dict[str, str] | None, *, clip: float) -
     bound = max((one["cpu"] + one["system"]) / threads, one["bytes"] / found["rate"])
     return Row(
         method="tiers",
-        setting=f"{base}; {where}; device {limits['device']}, host {limits['host']}, file {limits['file']}",
+        setting=f"{base}; {where}; device {limits['device']}, host {limits['host']}, file {limits['file']}; "
+        f"update: {limits['update']}",
         peak_bytes=peak,
         planned_peak_bytes=_LIMIT if group is not None else None,
         step_s=one["at"],

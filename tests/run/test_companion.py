@@ -19,10 +19,11 @@ import torch
 import gossamer
 from gossamer.data.ordering import SampleOrder
 from gossamer.plan import Request, build
+from gossamer.process.companion_link import CompanionLink
+from gossamer.process.json_channel import JsonChannel
 from gossamer.process.spawn import process_state
 from gossamer.run.batches import DatasetBatches, Feed
-from gossamer.run.companion import _Link
-from gossamer.run.companion_messages import Messages, Setup, SharedForm
+from gossamer.run.companion_messages import TO_RANK, Done, Ready, Setup, SharedForm
 from gossamer.run.companion_process import _share
 from gossamer.run.shared_tensors import SharedTensors, TensorForm
 from gossamer.spec import records
@@ -111,12 +112,12 @@ def test_a_companion_that_cannot_go_on_ends_the_run(
 def test_a_companion_that_says_nothing_is_ended() -> None:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(["sleep", "60"])
-    moved: list[str] = []
-    link = _Link(process, Messages(ours), SharedTensors.new([]), 0.1, lambda step, phase: moved.append(phase))
+    asked: list[bool] = []
+    link: CompanionLink[Ready | Done] = CompanionLink(process, JsonChannel(ours, TO_RANK), 0.1, "it", "this", "that")
     with theirs, pytest.raises(RunFailed, match=r"said nothing for 0.1 s and was ended"):
-        link.wait(3)
+        link.wait("step 3", lambda: asked.append(len(asked) > 1) or asked[-1])  # after 2 looks there is work for it
     link.close()
-    assert process.returncode == -signal.SIGKILL and moved == ["perturb"]
+    assert process.returncode == -signal.SIGKILL and asked == [False, False, True]
 
 
 def test_two_processes_see_the_same_tensors() -> None:

@@ -83,6 +83,16 @@ def test_a_companion_process_is_counted(text: Path) -> None:
     assert ahead.adversarial - late.adversarial > plain.activations + (256 << 20)
 
 
+def test_an_update_process_is_counted(text: Path) -> None:
+    limits = {"device": "64MB", "host": "64MB", "file": "1GB", "directory": str(text.parent)}
+    threads, process = (
+        forecast(text, processes=1, sharding={"tiers": {**limits, "update": update}}).ranks[0]
+        for update in ("threads", "process")
+    )
+    assert threads.update_process == 0 and process.update_process > 128 << 20
+    assert process.total - threads.total == process.update_process
+
+
 def test_states_are_divided_where_they_are_sharded(text: Path) -> None:
     sharded = ("none", "zero1", "zero2", "zero3")
     whole, one, two, three = (forecast(text, sharding=name).ranks[0] for name in sharded)

@@ -69,7 +69,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(
-    folder: Path, module: nn.Module, limits: dict[str, Any] | None, savers: Sequence[Any] = (), **train: Any
+    folder: Path,
+    module: nn.Module,
+    limits: dict[str, Any] | None,
+    savers: Sequence[Any] = (),
+    resume: str | None = None,
+    **train: Any,
 ) -> dict[str, Any]:
     written = "none" if limits is None else {"tiers": {"directory": str(folder / "tiers"), **limits}}
     steps = {"steps": 3, "batch": 4, "evaluate_every": 0, "checkpoint_every": 0, "max_grad_norm": 0, **train}
@@ -81,7 +86,7 @@ def trained(
         "plan": {"sharding": written, "savers": list(savers)},
     }
     config = {**config, "machines": {"threads": 1}}
-    done = gossamer.train(module, Tokens(), config)
+    done = gossamer.train(module, Tokens(), config, resume=resume)
     return {**done, "directory": str(done.run.path)}
 
 
@@ -112,7 +117,7 @@ def test_the_smallest_limits_work_and_one_byte_less_is_refused(
     assert used.file.peak == used.file.limit
     assert len(seen[-1].layout.trained) > 3
     read, written = seen[-1].layout.step_bytes({})
-    assert seen[-1].updater.moved_bytes == 3 * (read + written)
+    assert seen[-1].progress.moved_bytes == 3 * (read + written)
 
 
 class Wide(nn.Module):
@@ -262,6 +267,16 @@ def test_a_file_in_use_and_a_damaged_journal(tmp_path: Path) -> None:
     assert torch.equal(back, data)
     assert torch.equal(one.mapped(PAGE, (2 * PAGE,), torch.uint8), data)
     one.close()
+    many = TierFile.create(tmp_path / "many.tier", 400 * PAGE)
+    data = page_buffer(400 * PAGE)
+    data.random_()
+    many.write(0, data)
+    parts = [page_buffer(PAGE) for _ in range(397)]
+    many.read(3 * PAGE, *parts, data[:0])  # more than one request takes
+    assert torch.equal(torch.cat(parts), data[3 * PAGE :])
+    with pytest.raises(OSError, match="the file ends"):
+        many.read(399 * PAGE, page_buffer(PAGE), page_buffer(PAGE))
+    many.close()
     journal = TierJournal(tmp_path / "one.json")
     journal.write({"updates": 3})
     assert journal.read() == {"updates": 3}

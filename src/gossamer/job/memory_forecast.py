@@ -42,6 +42,7 @@ _IN_FLIGHT = 3  # buckets of a coded or divided exchange that are there at a tim
 _ROUGHLY = 8  # numbers of an output of a matrix that a step has at most: as they are, activated, their gradients
 _WIDTH_OF_SCORES = 64  # a block of four matrices has at most one head of attention per 16 numbers of its width
 _COMPANION = 320 << 20  # of its interpreter, libraries and threads, as of a worker (job/fit.py)
+_UPDATE_PROCESS = 168 << 20  # of its interpreter, torch and threads: 160 MB beside the windows, measured
 _WORK = {Op.F: 1.0, Op.B_INPUT: 1.0, Op.B_WEIGHT: 1.0, Op.RECOMPUTE: 1.0, Op.B: 2.0}  # of stages that take alike
 
 
@@ -56,6 +57,7 @@ class RankMemory:
     outer_loop: int
     activations: int
     adversarial: int  # weights of the last step, and a companion process
+    update_process: int  # of states in tiers, without its buffers
     allocator: int  # what the heap of a process that keeps freed memory does not find again
     messages: int
     checkpoint: int
@@ -194,7 +196,8 @@ class _Parts:
         states, messages = self._exchange(held, sizes) if self.has_gradients else (0, 0)
         outer, round_bytes = self._outer(held)
         sharding = self.recipe.sharding
-        limits = sharding.limits if isinstance(sharding, Tiers) else None
+        tiers = sharding if isinstance(sharding, Tiers) else None
+        limits = tiers.limits if tiers is not None else None
         if limits is not None:  # buffers are gradients and states on their way
             kept, trained, copies, owned = min(kept, limits.device.limit), 0, 0, min(limits.host.limit, 4 * kept)
         activations = self._activations(ghosts.get(replica), replica, place)
@@ -208,6 +211,7 @@ class _Parts:
             outer_loop=outer,
             activations=passes * activations,
             adversarial=self._adversarial(place, kept, activations + growth),
+            update_process=_UPDATE_PROCESS if tiers is not None and tiers.update == "process" else 0,
             allocator=passes * growth,
             messages=messages + round_bytes,
             checkpoint=0 if limits else self._checkpoint(held, sizes, kept, owned + outer, states),

@@ -16,28 +16,20 @@ parameters. Weights and batches are there once, shared. Copies: weights, buffers
 
 from __future__ import annotations
 
-import os
-import select
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from gossamer.model.snapshot import Snapshot
-from gossamer.process.exit_codes import exit_text
-from gossamer.process.template import tied
+from gossamer.process.companion_link import CompanionLink
 from gossamer.run.adversarial_step import KEY, AdversarialState, Attack, PerturbedInputs, before_step, copies, forms_of
 from gossamer.run.batches import Feed, MicroBatch, RankBatch, cut
 from gossamer.run.companion_messages import (
+    TO_RANK,
     Batch,
     Done,
-    Failed,
-    Messages,
     Ready,
     Setup,
     SharedForm,
@@ -47,16 +39,11 @@ from gossamer.run.companion_messages import (
 from gossamer.run.shared_tensors import SharedTensors, TensorForm
 from gossamer.run.task import Task
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, RunFailed, bad_input
+from gossamer.spec.errors import bad_input
 
 _AHEAD = f"{KEY}.ahead"
 _OFF = f"set {_AHEAD} to false, which computes the perturbation in the rank itself"
 _CHECKED = 2  # perturbations: of the first step, which is computed on request, and of the second, computed ahead
-_LOOK_S = 1.0  # between two looks at whether the companion still lives
-# Ctrl-C in a terminal reaches all its processes, but is meant for the rank, which still finishes its step. What is
-# ignored stays ignored in the program that is executed, also while that is starting.
-_IGNORING = ("/bin/sh", "-c", 'trap "" INT TERM; exec "$@"', "sh")
-_ENV = ("GOSSAMER_BOX",)  # of the rank alone
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +62,8 @@ class Companion(PerturbedInputs):
     units: Sequence[str]
     rows: RankBatch  # one row, for its form
     at: Callable[[int, str], None]
-    _link: _Link | None = None
+    _link: CompanionLink[Ready | Done] | None = None
+    _rows: SharedTensors | None = None  # of the batches
     _step: int = -1  # whose inputs are there
     _asked: int = -1  # whose inputs the companion computes
     _found: dict[int, RankBatch] = field(default_factory=dict)
@@ -87,21 +75,28 @@ class Companion(PerturbedInputs):
                 self.memory.tensors[name].copy_(param.detach())
         plan = self.feed.plan
         sizes = cut(plan.rows[self.feed.replica], plan.microbatches[self.feed.replica])
-        self._link = _Link.to_new(
-            Setup(
-                config=self.config.model_dump_json(),
-                units=list(self.units),
-                names=list(self.rows),
-                inputs=list(self.attack.inputs),
-                threads=torch.get_num_threads(),
-                weights_descriptor=self.memory.descriptor,
-                rows_descriptor=-1,
-                weights=SharedForm.all_of(forms_of(self.attack.engine.module)),
-                rows=SharedForm.all_of([*self._forms(sizes)]),
-            ),
+        self._rows = SharedTensors.new([*self._forms(sizes)])
+        self._link = CompanionLink.to_new(
+            "gossamer.run.companion_process",
+            TO_RANK,
+            descriptors=(self._rows.descriptor, self.memory.descriptor),
             timeout_s=self.config.machines.timeout_s,
-            at=self.at,
+            name="the companion process of this rank",
+            longer="a forward and backward of a micro-batch",
+            other=_OFF,
         )
+        setup = Setup(
+            config=self.config.model_dump_json(),
+            units=list(self.units),
+            names=list(self.rows),
+            inputs=list(self.attack.inputs),
+            threads=torch.get_num_threads(),
+            weights_descriptor=self.memory.descriptor,
+            rows_descriptor=self._rows.descriptor,
+            weights=SharedForm.all_of(forms_of(self.attack.engine.module)),
+            rows=SharedForm.all_of([*self._forms(sizes)]),
+        )
+        self._link.send(setup, _work(0))
 
     def _forms(self, sizes: Sequence[int]) -> Iterator[TensorForm]:
         for number, size in enumerate(sizes):
@@ -130,7 +125,7 @@ class Companion(PerturbedInputs):
         """Hand a batch to the companion."""
         for number, piece in pieces.items():
             for name, x in piece.rows.items():
-                place = self.link.rows.tensors.get(row_name(number, name))
+                place = self.batches.tensors.get(row_name(number, name))
                 if place is None or place.shape != x.shape or place.dtype != x.dtype:
                     raise bad_input(
                         wanted=f"batches of one form with {_AHEAD}, whose memory is laid out before the first step",
@@ -139,22 +134,30 @@ class Companion(PerturbedInputs):
                         key=_AHEAD,
                     )
                 place.copy_(x)
-        self.link.send(Batch(step=step, keys=[pieces[number].key for number in range(len(pieces))]), step)
+        keys = [pieces[number].key for number in range(len(pieces))]
+        self.link.send(Batch(step=step, keys=keys), _work(step))
         self._asked = step
 
     def _take(self, step: int, pieces: Mapping[int, MicroBatch]) -> None:
         """Wait for the companion, and copy what it has computed."""
         for number in range(len(pieces)):
-            said = self.link.wait(step)
+            said = self._next(step)
             while isinstance(said, Ready):
-                said = self.link.wait(step)
+                said = self._next(step)
             assert (said.step, said.number) == (step, number)
-        held = self.link.rows.tensors
+        held = self.batches.tensors
         self._step = step
         self._found = {
             piece.key: {name: held[perturbed_name(number, name)].clone() for name in self.attack.inputs}
             for number, piece in pieces.items()
         }
+
+    def _next(self, step: int) -> Ready | Done:
+        def is_due() -> bool:
+            self.at(step, "perturb")  # this rank is not the one that hangs
+            return True
+
+        return self.link.wait(_work(step), is_due)
 
     def _check(self, step: int, pieces: Mapping[int, MicroBatch]) -> None:
         """Raise BadInput where this process computes other perturbed inputs than the companion."""
@@ -191,93 +194,26 @@ class Companion(PerturbedInputs):
             )
 
     @property
-    def link(self) -> _Link:
+    def link(self) -> CompanionLink[Ready | Done]:
         """Return the connection, which `begin` opened."""
         assert self._link is not None
         return self._link
+
+    @property
+    def batches(self) -> SharedTensors:
+        """Return the memory of the batches, which `begin` made."""
+        assert self._rows is not None
+        return self._rows
 
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
             self._link = None
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
         self.memory.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """A running companion, the connection to it, and the memory of the batches."""
-
-    process: subprocess.Popen[bytes]
-    messages: Messages
-    rows: SharedTensors
-    timeout_s: float
-    at: Callable[[int, str], None]
-
-    @staticmethod
-    def to_new(setup: Setup, *, timeout_s: float, at: Callable[[int, str], None]) -> _Link:
-        """Start a companion in a fresh interpreter: this process has threads, of which a fork would copy the locks."""
-        rows = SharedTensors.new([one.form for one in setup.rows])
-        setup = setup.model_copy(update={"rows_descriptor": rows.descriptor})
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "gossamer.run.companion_process", str(theirs.fileno())]
-        env = {name: value for name, value in os.environ.items() if name not in _ENV}
-        with theirs:
-            process = subprocess.Popen(
-                [*_IGNORING, *tied(command)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**env, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=(theirs.fileno(), rows.descriptor, setup.weights_descriptor),
-            )
-        link = _Link(process, Messages(ours), rows, timeout_s, at)
-        try:
-            link.send(setup, 0)
-        except BaseException:
-            link.close()
-            raise
-        return link
-
-    def send(self, message: Setup | Batch, step: int) -> None:
-        """Send a message. Raises RunFailed where the companion has ended."""
-        try:
-            self.messages.send(message)
-        except OSError:
-            raise self._ended(step) from None
-
-    def wait(self, step: int) -> Ready | Done:
-        """Return the companion's next message. Raises RunFailed where it has ended or is silent, BadInput for its."""
-        until = time.monotonic() + self.timeout_s
-        while not self.messages.has_line and not select.select([self.messages.connection], [], [], _LOOK_S)[0]:
-            self.at(step, "perturb")  # this rank is not the one that hangs
-            if time.monotonic() > until:
-                self.process.kill()
-                raise RunFailed(
-                    f"the companion process of this rank (process {self.process.pid}), which computes the perturbation "
-                    f"of step {step}, said nothing for {self.timeout_s:g} s and was ended: raise machines.timeout_s if "
-                    f"a forward and backward of a micro-batch takes so long, or {_OFF}"
-                )
-        said = self.messages.heard()
-        if said is None:
-            raise self._ended(step)
-        if isinstance(said, Failed):
-            if said.is_input:
-                raise BadInput(said.why, key=said.key)
-            raise RunFailed(f"the companion process of this rank failed in step {step}: {said.why}; or {_OFF}")
-        return said
-
-    def _ended(self, step: int) -> RunFailed:
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-        code = self.process.poll()
-        return RunFailed(
-            f"the companion process of this rank (process {self.process.pid}) ended with "
-            f"{'no exit code yet' if code is None else exit_text(code)} before the perturbation of step {step} was "
-            f"there: SIGKILL often means that memory ran out; its output is that of the rank. Resume the run, or {_OFF}"
-        )
-
-    def close(self) -> None:
-        """End the companion, and give its memory back."""
-        self.messages.connection.close()
-        self.process.kill()
-        self.process.wait()
-        self.rows.close()
+def _work(step: int) -> str:
+    return f"the perturbation of step {step}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import TypeAdapter
 
-from gossamer.process.json_lines import JsonLineReader, Said, read_line, write_line
+from gossamer.process.companion_link import Failed
+from gossamer.process.json_lines import Said
 from gossamer.run.shared_tensors import TensorForm
-
-LIMIT_BYTES = 1 << 28  # of a greeting, which has the names of all parameters
 
 
 class SharedForm(Said):
@@ -72,15 +70,6 @@ class Done(Said):
     number: int
 
 
-class Failed(Said):
-    """The companion's last message: its error. `is_input`: an error in the user's input, under `key`."""
-
-    kind: Literal["failed"] = "failed"
-    why: str
-    is_input: bool = False
-    key: str = ""
-
-
 TO_COMPANION: TypeAdapter[Setup | Batch] = TypeAdapter(Setup | Batch)
 TO_RANK: TypeAdapter[Ready | Done | Failed] = TypeAdapter(Ready | Done | Failed)
 
@@ -93,42 +82,3 @@ def row_name(number: int, name: str) -> str:
 def perturbed_name(number: int, name: str) -> str:
     """Return the name in shared memory of the perturbed input."""
     return f"{number}/{name}, perturbed"
-
-
-class Messages:
-    """One end of the connection between a rank and its companion."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._reader, self._lines = JsonLineReader(LIMIT_BYTES), list[bytes]()
-
-    def send(self, message: Said) -> None:
-        """Send a message. Raises OSError where the other process is gone."""
-        self.connection.sendall(write_line(message))
-
-    def receive(self) -> bytes | None:
-        """Return the next line, once it is there; None where the other process is gone."""
-        while not self._lines:
-            try:
-                data = self.connection.recv(1 << 16)
-            except ConnectionResetError:
-                return None
-            if not data:
-                return None
-            self._lines += self._reader.feed(data)
-        return self._lines.pop(0)
-
-    @property
-    def has_line(self) -> bool:
-        """Return whether a whole line is there already."""
-        return bool(self._lines)
-
-    def heard(self) -> Ready | Done | Failed | None:
-        """Return the companion's next message; None where it is gone. Raises WireMismatch."""
-        line = self.receive()
-        return None if line is None else read_line(line, TO_RANK)
-
-    def told(self) -> Setup | Batch | None:
-        """Return the rank's next message; None where it is gone. Raises WireMismatch."""
-        line = self.receive()
-        return None if line is None else read_line(line, TO_COMPANION)

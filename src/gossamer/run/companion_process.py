@@ -6,10 +6,7 @@ inputs of every batch that the rank puts into shared memory. It ends when the ra
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import sys
-import traceback
 from dataclasses import dataclass
 
 import torch
@@ -19,49 +16,35 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.origin import origin_of
 from gossamer.model.precision import precision_of
 from gossamer.model.unit_seeds import unit_seeds
+from gossamer.process.companion_link import serve_rank
+from gossamer.process.json_channel import JsonChannel
 from gossamer.recipe import PlanMethods, Recipe
 from gossamer.run.adversarial_step import Attack, copies_of_buffers, forms_of
 from gossamer.run.batches import MicroBatch
-from gossamer.run.companion_messages import Batch, Done, Failed, Messages, Ready, Setup, perturbed_name, row_name
+from gossamer.run.companion_messages import TO_COMPANION, Batch, Done, Ready, Setup, perturbed_name, row_name
 from gossamer.run.process_settings import set_memory
 from gossamer.run.shared_tensors import SharedTensors
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 
 
 def main() -> int:
     """Serve the rank at the other end of the connection in the first argument; return the exit code."""
-    messages = Messages(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        serve(messages)
-    except (BrokenPipeError, ConnectionResetError):  # the rank is gone, and so is what this was for
-        return 0
-    except BadInput as error:
-        return _failed(messages, Failed(why=error.message, is_input=True, key=error.key))
-    except Exception as error:
-        traceback.print_exc()
-        return _failed(messages, Failed(why=f"{type(error).__name__}: {error}"))
-    return 0
+    return serve_rank(TO_COMPANION, serve)
 
 
-def _failed(messages: Messages, message: Failed) -> int:
-    with contextlib.suppress(OSError):
-        messages.send(message)
-    return 1
-
-
-def serve(messages: Messages) -> None:
+def serve(channel: JsonChannel[Setup | Batch]) -> None:
     """Build the model that the rank names, and perturb batches until the rank is gone."""
-    setup = messages.told()
+    setup = channel.receive()
     if not isinstance(setup, Setup):
         return
     companion = Perturbing.of(setup)
-    messages.send(Ready())
-    while isinstance(batch := messages.told(), Batch):
+    channel.send(Ready())
+    while isinstance(batch := channel.receive(), Batch):
         for number, key in enumerate(batch.keys):
             companion.perturb(batch.step, number, key)
-            messages.send(Done(step=batch.step, number=number))
+            channel.send(Done(step=batch.step, number=number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,14 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.parts import Parts
 from gossamer.run.step_algorithm import Gradients, ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.task import Task
+from gossamer.run.update_process import UpdateProcess
 from gossamer.sharding import (
+    GroupUpdater,
+    HostListener,
     ShardedOptimizer,
     TieredStates,
     TierLayout,
+    TierUpdater,
     TiledWeight,
     UpdateTerms,
     smallest_device,
@@ -23,7 +27,7 @@ from gossamer.sharding import (
 from gossamer.sharding.tiers import Tiers
 from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_bytes, show_seconds
-from gossamer.store.tier_file import file_system, free_bytes, is_far
+from gossamer.store.tier_file import TierFile, file_system, free_bytes, is_far
 from gossamer.sync import StepAgreement, StepVote, buckets_of
 
 _WINDOWS = 3  # one is read, one updated, one written
@@ -115,6 +119,15 @@ def tiers_of(
             key="plan.sharding.tiers.directory",
         )
     more = (limits.host.limit - least_host) // max(1, layout.window_bytes)
+    windows = min(_WINDOWS, 1 + more)
+
+    def updater_of(file: TierFile) -> GroupUpdater:
+        if sharding.update == "process":
+            return UpdateProcess.of(rule, layout, limits.host, file, windows, config)
+        threads = TierUpdater(rule, layout, file, windows, HostListener(layout, limits.host))
+        threads.start()
+        return threads
+
     return TieredStates.of(
         rule,
         parts.module,
@@ -123,7 +136,8 @@ def tiers_of(
         limits,
         folder=sharding.folder,
         rank=rank,
-        windows=min(_WINDOWS, 1 + more),
+        windows=windows,
+        updater_of=updater_of,
         is_hidden=is_hidden,
         tiled=tiled,
     )

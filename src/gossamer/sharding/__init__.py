@@ -14,13 +14,14 @@ from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.sharding._access_trace import trace_access
 from gossamer.sharding._gather_updates import longest_message_numel
+from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
 from gossamer.sharding._holding import ElementBytes, Holding, RowShard, bytes_of, holdings, shapes_of
 from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
-from gossamer.sharding._tier_layout import TierLayout
-from gossamer.sharding._tier_limits import TierAccount
-from gossamer.sharding._tier_update import UpdateTerms
+from gossamer.sharding._tier_layout import TierGroup, TierLayout, TierTensor
+from gossamer.sharding._tier_limits import TierAccount, TierLimits
+from gossamer.sharding._tier_update import HostListener, TierUpdater, UpdateListener
 from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
 from gossamer.sharding._tile_reader import largest_tile
@@ -33,7 +34,9 @@ __all__ = [
     "LEVEL",
     "REGISTRY",
     "ElementBytes",
+    "GroupUpdater",
     "Holding",
+    "HostListener",
     "RowPartition",
     "RowRange",
     "RowShard",
@@ -41,10 +44,16 @@ __all__ = [
     "ShardedParameters",
     "ShardedOptimizer",
     "TierAccount",
+    "TierGroup",
     "TierLayout",
+    "TierLimits",
+    "TierTensor",
+    "TierUpdater",
     "TieredStates",
     "TiledWeight",
     "UnshardOrder",
+    "UpdateListener",
+    "UpdateProgress",
     "UpdateTerms",
     "build",
     "bytes_of",

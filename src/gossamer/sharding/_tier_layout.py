@@ -58,6 +58,11 @@ class TierGroup:
         return len(self.starts) == 1
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of its weights and of its gradient."""
+        return next(one.dtype for one in self.tensors if one.slot == WEIGHT)
+
+    @property
     def weights(self) -> dict[str, TierTensor]:
         return {one.name: one for one in self.tensors if one.slot == WEIGHT}
 

@@ -23,17 +23,15 @@ from gossamer.sharding._tier_limits import TierAccount
 from gossamer.sharding._tile_reader import TileReader, largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder, UnshardUnit
-from gossamer.store.tier_file import PageMemory, TierFile, as_bytes, page_buffer, paged
+from gossamer.store.tier_file import PageMemory, TierFile, paged
 
 Offsets = Callable[[str], int]  # where the weights of a parameter that count start in the file
-STAGING_BYTES = 4 << 20  # read at a time
-_ALIGNMENT = 64  # of torch's allocator on the CPU
 _NEAR = 2  # units ahead for which others that are needed later make room
 
 
 @dataclass(slots=True)
 class TieredParameters:
-    """The parameters of a module that lie in a tier file. One thread reads; `staging` is its page-aligned buffer."""
+    """The parameters of a module that lie in a tier file. One thread reads, straight to where they are used."""
 
     module: nn.Module
     file: TierFile
@@ -42,7 +40,6 @@ class TieredParameters:
     always: _FileUnit
     units: tuple[_FileUnit, ...]
     expected: list[tuple[int, bool]]  # (unit, whether forward) of a step, in order
-    staging: Tensor
     retraced: int = 0  # steps that took another order than expected
     exposed_s: float = 0.0  # seconds waited for reads since it was last set to 0
     read_bytes: int = 0
@@ -70,8 +67,7 @@ class TieredParameters:
         always, *units = (_FileUnit.of(unit, params) for unit in (walk.always, *walk.units))
         there = [(i, True) for i in range(len(units))]
         back = [(i, False) for i in reversed(range(len(units))) if walk.units[i].goes_back]
-        staging = page_buffer(STAGING_BYTES)
-        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back], staging)
+        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back])
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
         found._wrap(module, found._whole)
@@ -159,21 +155,19 @@ class TieredParameters:
         """Start to read a unit, if there is room for it; return whether there was."""
         if not self.room.try_take(unit.nbytes):
             return False
-        pieces = [(self.offset_of(name), as_bytes(view)) for name, view in unit.open().items()]
+        pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items()]
         unit.under_way = self._reader.submit(self._read, pieces)
         return True
 
     def _read(self, pieces: list[tuple[int, Tensor]]) -> None:
-        """Read the bytes at several places, neighbors together, by way of the page-aligned buffer."""
-        for start, end, inside in _spans(pieces):
-            for at in range(start, end, STAGING_BYTES):
-                chunk = self.staging[: min(STAGING_BYTES, end - at)]
-                self.file.read(at, chunk)
-                self.read_bytes += len(chunk)
-                for offset, data in inside:
-                    low, high = max(offset, at), min(offset + len(data), at + len(chunk))
-                    if low < high:
-                        data[low - offset : high - offset].copy_(chunk[low - at : high - at])
+        """Read whole pages at several places, neighbors with one request.
+
+        Beside an update, whose requests are whole records, each small one waits its turn: 32 MiB came in 0.29 s in
+        pieces of 4 MiB, and in 0.08 s in pieces of 16 MiB, while no fewer bytes moved in all.
+        """
+        for start, buffers in _spans(pieces):
+            self.file.read(start, *buffers)
+            self.read_bytes += sum(len(one) for one in buffers)
 
     def _release(self, unit: _FileUnit) -> None:
         if not unit.is_away:
@@ -213,32 +207,34 @@ class TieredParameters:
             self.tiles.close()
 
 
-def _spans(pieces: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, int, list[tuple[int, Tensor]]]]:
-    """Yield (start, end, pieces) of pieces that lie in neighboring pages."""
+def _spans(pieces: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield (start, pages in their order) of pieces that lie in neighboring pages."""
     start = end = -1
-    inside: list[tuple[int, Tensor]] = []
-    for offset, data in sorted((p for p in pieces if len(p[1])), key=lambda piece: piece[0]):
+    inside: list[Tensor] = []
+    for offset, pages in sorted((p for p in pieces if len(p[1])), key=lambda piece: piece[0]):
         if offset != end and inside:
-            yield start, end, inside
+            yield start, inside
             inside = []
         if not inside:
             start = offset
-        inside.append((offset, data))
-        end = offset + paged(len(data))
+        inside.append(pages)
+        end = offset + len(pages)
     if inside:
-        yield start, end, inside
+        yield start, inside
 
 
 @dataclass(slots=True, eq=False)
 class _FileUnit:
-    """The parameters of a unit, in one piece of memory that is there between `open` and `close` only.
+    """The parameters of a unit, in one piece of memory that is there from a read until `close` only.
 
-    Each starts where the allocator would put it: kernels round in another way at other places.
+    Each starts with a page, as in the file. So it is aligned as the allocator's tensors are: kernels round in another
+    way at other places.
     """
 
     params: Mapping[str, Tensor]
     memory: PageMemory
     views: dict[str, Tensor]
+    pages: dict[str, Tensor]  # of each, as bytes
     nbytes: int
     under_way: Future[None] | None = None
     is_there: bool = False
@@ -247,13 +243,12 @@ class _FileUnit:
     def of(unit: UnshardUnit, params: Mapping[str, Tensor]) -> _FileUnit:
         named = {name: params[name] for name in sorted(unit.names)}
         nbytes = unit_bytes(unit)
-        memory, views, at = PageMemory.of(nbytes), dict[str, Tensor](), 0
+        memory, views, pages, at = PageMemory.of(nbytes), dict[str, Tensor](), dict[str, Tensor](), 0
         for name, param in named.items():
-            numel, start = param.numel(), at // param.element_size()
-            typed = memory.buffer[: nbytes // param.element_size() * param.element_size()].view(param.dtype)
-            views[name] = typed[start : start + numel].view(param.shape)
-            at += _aligned(param.nbytes)
-        found = _FileUnit(named, memory, views, nbytes)
+            pages[name] = memory.buffer[at : at + paged(param.nbytes)]
+            views[name] = pages[name][: param.nbytes].view(param.dtype).view(param.shape)
+            at += paged(param.nbytes)
+        found = _FileUnit(named, memory, views, pages, nbytes)
         found.close()
         return found
 
@@ -261,10 +256,6 @@ class _FileUnit:
     def is_away(self) -> bool:
         """Return whether no memory is held for it."""
         return not self.is_there and self.under_way is None
-
-    def open(self) -> Mapping[str, Tensor]:
-        """Return the views that are to be filled, by parameter."""
-        return self.views
 
     def wait(self) -> None:
         """Wait until the weights are there. Raises the error of the read."""
@@ -290,9 +281,5 @@ def smallest_device(walk: UnshardOrder, params: Mapping[str, Tensor], tiled: Seq
 
 
 def unit_bytes(unit: UnshardUnit) -> int:
-    """Return the bytes of a unit's weights in memory."""
-    return sum(_aligned(one.numel * layout.dtype.itemsize) for layout in unit.layouts for one in layout.entries)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
+    """Return the bytes of a unit's weights in memory: whole pages of each."""
+    return sum(paged(one.numel * layout.dtype.itemsize) for layout in unit.layouts for one in layout.entries)

@@ -7,7 +7,7 @@ written durable and switches the journal to it. A step that is rejected, or a cr
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.comm.bucket import Layout
+from gossamer.comm.bucket import Bucket, Layout
 from gossamer.ops.norm import row_norms
 from gossamer.optimizer import Optimizer
+from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
 from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
 from gossamer.sharding._tier_limits import TierLimits
-from gossamer.sharding._tier_update import TierUpdater, UpdateTerms
-from gossamer.sharding._tiered_parameters import STAGING_BYTES, TieredParameters
+from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
 from gossamer.spec.errors import RunFailed
 from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
 
+_FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
 
 
@@ -42,7 +43,7 @@ class TieredStates:
     file: TierFile
     journal: TierJournal
     parameters: TieredParameters
-    updater: TierUpdater
+    updater: GroupUpdater
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
@@ -63,13 +64,17 @@ class TieredStates:
         folder: Path,
         rank: int,
         windows: int,
+        updater_of: Callable[[TierFile], GroupUpdater],
         is_hidden: bool,
         tiled: Sequence[TiledWeight] = (),
     ) -> TieredStates:
-        """Write the parameters of `module` and the first states to a file, and take them out of memory."""
+        """Write the parameters of `module` and the first states to a file, and take them out of memory.
+
+        `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
+        """
         path = folder / f"rank-{rank:05d}.tier"
         limits.file.take(layout.size_bytes)
-        limits.host.take(STAGING_BYTES)
+        limits.host.take(windows * layout.window_bytes)
         journal = TierJournal(path.with_suffix(".json"))
         file = TierFile.create(path, layout.size_bytes)
         journal.remove()  # from here on the file holds no consistent state, until the first one is written
@@ -87,26 +92,38 @@ class TieredStates:
             return layout.groups[index].starts[records[index]] + weights[name].start
 
         parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
-        updater = TierUpdater(rule, layout, file, limits.host, windows)
+        try:
+            updater = updater_of(file)
+        except BaseException:
+            parameters.close()
+            file.close()
+            for one in (path, _layout_file(path)):
+                one.unlink(missing_ok=True)
+            raise
         found = TieredStates(
             layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
         )
-        updater.start()
         found.settle(0)
         return found
 
     def begin(self, terms: UpdateTerms) -> None:
         """Begin an attempt at a step; `terms` are those of its update if it takes place beside backward."""
-        self.updater.begin()
+        self.progress.wait()
+        self.progress.written.clear()
         self._idle, self._terms = {}, terms
 
-    def make_room(self, layout: Layout) -> None:
-        """Count a gradient buffer that is about to be allocated, when updates have made room for it."""
+    @property
+    def progress(self) -> UpdateProgress:
+        """Return what has been submitted to the updater and done."""
+        return self.updater.progress
+
+    def open_gradient(self, layout: Layout) -> Bucket:
+        """Return a gradient buffer of zeros, when updates have made room for it."""
         began = time.perf_counter()
 
         def failed() -> None:
-            self.updater.check()
-            if self.updater.is_idle and time.perf_counter() - max(began, self.updater.idle_since) > _STUCK_S:
+            self.progress.check()
+            if self.progress.is_idle and time.perf_counter() - max(began, self.progress.idle_since) > _STUCK_S:
                 host = self.limits.host
                 raise RunFailed(
                     f"the gradients of this step are open in another order than in the trace before the first one, and "
@@ -116,17 +133,18 @@ class TieredStates:
 
         self.limits.host.take_in_turn(layout.nbytes, failed)
         self.waited_s += time.perf_counter() - began
+        return Bucket(layout, self.updater.gradient(self._of_name[layout.entries[0].name]))
 
     def take(self, layout: Layout, mean: Tensor, idle: Collection[str]) -> tuple[Tensor, Tensor]:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
-        group, norms = self.layout.groups[index], row_norms(mean, self.layout.norm_dtype)
+        norms = row_norms(mean, self.layout.norm_dtype)
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None
             self._submit(index, mean, self._terms)
         else:
-            self.updater.keep(group, mean)
+            self.updater.keep(index, mean)
         return norms
 
     def update(self, terms: UpdateTerms, idle: Collection[str]) -> None:
@@ -136,28 +154,28 @@ class TieredStates:
             self._submit(index, None, terms)
 
     def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
-        group, idle = self.layout.groups[index], self._idle[index]
-        if idle >= set(group.names):  # nothing of it moves
+        idle = self._idle[index]
+        if idle >= set(self.layout.groups[index].names):  # nothing of it moves
             if gradient is not None:
-                self.limits.host.give(group.gradient_bytes)
+                self.updater.drop(index, gradient)
             return
-        self.updater.submit(group, self.records[index], gradient, idle, terms)
+        self.updater.submit(index, self.records[index], gradient, idle, terms)
 
     def commit(self, updates: int) -> None:
         """Make the step count: wait for its updates, make them durable, and switch the journal to them."""
         began = time.perf_counter()
-        self.updater.wait()
-        for index in self.updater.written:
+        self.progress.wait()
+        for index in self.progress.written:
             self.records[index] = 1 - self.records[index]
-        self.updater.written.clear()
+        self.progress.written.clear()
         self.settle(updates)
         self.waited_s += time.perf_counter() - began
         self.parameters.release()
 
     def reject(self) -> None:
         """Leave the records as they were."""
-        self.updater.wait()
-        self.updater.written.clear()
+        self.progress.wait()
+        self.progress.written.clear()
         self.parameters.release()
 
     def settle(self, updates: int) -> None:
@@ -182,20 +200,24 @@ class TieredStates:
 
     def leave(self) -> None:
         """Back the module's parameters by the file, and let the file go with them."""
-        self.updater.wait()
+        self.progress.wait()
         self.parameters.leave(self.weights())
         self.close()
 
     def close(self) -> None:
-        """End the threads and remove the file; what is mapped stays as long as it is used."""
+        """End what updates and remove the file; what is mapped stays as long as it is used.
+
+        Where an update has failed the file stays, with the state after the last step, as that of a killed run does.
+        """
         if self.is_closed:
             return
         self.is_closed = True
         self.updater.close()
         self.parameters.close()
-        self.journal.remove()
-        _layout_file(self.file.path).unlink(missing_ok=True)
-        self.file.path.unlink(missing_ok=True)
+        if not self.progress.has_failed:
+            self.journal.remove()
+            _layout_file(self.file.path).unlink(missing_ok=True)
+            self.file.path.unlink(missing_ok=True)
         self.file.close()
 
 
@@ -238,9 +260,9 @@ def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer
 
 def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    buffer = page_buffer(STAGING_BYTES)
-    for at in range(0, len(data), STAGING_BYTES):
-        part = data[at : at + STAGING_BYTES]
+    buffer = page_buffer(_FIRST_BYTES)
+    for at in range(0, len(data), _FIRST_BYTES):
+        part = data[at : at + _FIRST_BYTES]
         whole = -(-len(part) // 4096) * 4096
         buffer[: len(part)].copy_(part)
         file.write(offset + at, buffer[:whole])
@@ -249,14 +271,14 @@ def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
 def smallest_host(
     layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
 ) -> int:
-    """Return the least bytes of buffers that a step needs: staging, a window, and the gradients that are open at once.
+    """Return the least bytes of buffers that a step needs: a window, and the gradients that are open at once.
 
     The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
     open from the start on, and with several micro-batches all are, until the last of them.
     """
     sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
     if microbatches > 1:
-        return STAGING_BYTES + layout.window_bytes + sum(sizes.values())
+        return layout.window_bytes + sum(sizes.values())
     left = [set(names) for names in gradients]
     groups = [frozenset(names) for names in gradients]
     loose = walk.always.names
@@ -269,4 +291,4 @@ def smallest_host(
             left[i] -= unit.names
             if not left[i]:
                 is_open.discard(i)
-    return STAGING_BYTES + layout.window_bytes + most
+    return layout.window_bytes + most

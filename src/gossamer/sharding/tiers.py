@@ -6,8 +6,8 @@ read, and those of the units that follow are read ahead as far as `device` allow
 update as soon as it is full: a thread reads the next bucket's weights and states, one updates, one writes the last,
 while backward goes on. With train.max_grad_norm an update needs the norm of all gradients: they go to the file, and the
 update follows backward, where nothing hides it.
-State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: a staging
-buffer, up to 3 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights
+State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: up to
+3 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights
 and states twice, so that an update never overwrites what counts: a step that is rejected or cut short by a crash leaves
 the last one. With AdamW in float32 24 bytes per parameter, and 4 for gradients with clipping.
 Traffic: per step and parameter 8 bytes of weights (forward and backward), 12 read and 12 written by the update.
@@ -17,8 +17,9 @@ Good when: the states exceed the memory, and there is a disk; a step takes its b
 Paper:   Rajbhandari et al., ZeRO-Infinity, SC 2021, arXiv 2104.07857 (prefetch by a traced order, streamed update);
 Liao et al., Fuyou, arXiv 2403.06504 (update of a layer during backward without staleness, delayed write-back).
 A layer of the saver tiling has two tiles of its weight in `device`; its gradient and its record are whole, in `host`.
-Unlike the papers: two records of each bucket instead of one updated in place; the update is in threads of the rank, not
-in a process of its own.
+Unlike ZeRO-Infinity and Fuyou: two records of each bucket instead of one updated in place.
+Update:  by three threads of the rank, or by those of a process of its own (update: process), to which gradients go
+through shared memory. Its numbers are the same. Its interpreter costs about 150 MB, which no limit counts.
 Not for: stages, islands, several replicas, adapters, CUDA devices: these are refused.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
@@ -39,13 +41,15 @@ from gossamer.spec.units import read_size
 class Tiers(Sharding):
     """Model states in memory tiers. `device`, `host`, `file`: the most bytes of each, such as 4GiB.
 
-    `directory`: where the file is; it must be on a disk of this machine.
+    `directory`: where the file is; it must be on a disk of this machine. `update`: by threads of
+    the rank, or by a process of its own.
     """
 
     device: str | int
     host: str | int
     file: str | int
     directory: str
+    update: Literal["threads", "process"] = "threads"
 
     def __post_init__(self) -> None:
         _ = self.limits

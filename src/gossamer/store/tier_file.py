@@ -28,6 +28,7 @@ from gossamer.spec.errors import CheckpointMismatch, bad_input
 from gossamer.spec.units import show_gib
 
 PAGE = 4096
+_VECTOR = 256  # buffers of one request
 _FAR = frozenset({"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "fuse.sshfs", "lustre", "afs"})
 
 
@@ -112,15 +113,24 @@ class TierFile:
             ) from None
         return TierFile(path, size_bytes, _takes_direct(plain), plain)
 
-    def read(self, offset: int, buffer: Tensor) -> None:
-        """Fill the buffer from `offset` on; releases the interpreter lock."""
-        view, done = _memory(buffer), 0
-        while done < len(view):
-            got = os.preadv(self._handle, [view[done:]], offset + done)
+    @property
+    def descriptor(self) -> int:
+        """Return the descriptor, with which another process reads and writes the same file."""
+        return self._handle
+
+    def read(self, offset: int, *buffers: Tensor) -> None:
+        """Fill the buffers, one after the other, from `offset` on; releases the interpreter lock."""
+        views, done = [_memory(one) for one in buffers if len(one)], 0
+        while views:
+            got = os.preadv(self._handle, views[:_VECTOR], offset + done)
             if got <= 0:
                 raise OSError(f"{self.path}: the file ends at byte {offset + done}")
             done += got
-        self._forget(offset, len(view))
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
+        self._forget(offset, done)
 
     def write(self, offset: int, buffer: Tensor) -> None:
         """Write the buffer at `offset`; releases the interpreter lock."""

@@ -295,10 +295,10 @@ class GradientReducer:
         slot = self._slots[index]
         if slot.bucket is None:
             if self._tiers is not None:
-                self._tiers.make_room(slot.layout)
+                slot.bucket = self._tiers.open_gradient(slot.layout)
             else:
                 self.timing.timed_wait(self._make_room)
-            slot.bucket = slot.layout.allocate()
+                slot.bucket = slot.layout.allocate()
             self._buckets.adopt(slot)
         return slot.bucket
 
