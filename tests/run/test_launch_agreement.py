@@ -91,7 +91,7 @@ def test_all_learn_what_the_first_decided_in_order(lines: list[Callable[[], Line
         (BadInput("wanted x, got y", key="train.steps"), BadInput, "train.steps: wanted x, got y"),
         (Interrupted("asked"), Interrupted, "asked"),
         (RunFailed("the disk is full"), RunFailed, "the disk is full"),
-        (ValueError("odd"), RunFailed, "ValueError('odd')"),
+        (ValueError("odd"), RunFailed, "ValueError: odd"),
     ],
 )
 def test_an_error_of_the_first_ends_all_with_its_message(

@@ -45,6 +45,8 @@ GROWN: list[dict[str, Any]] = [
     {"name": "sparse", "by": {"magnitude": {"sparsity": 0.5}}, **DEEP},
 ]
 
+EXACT = {"exchange": "dense"}  # `auto` measures, and may choose bf16
+
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(gossamer.load(run).module.named_parameters())
@@ -281,37 +283,38 @@ def test_hosts_with_disks_of_their_own_go_through_the_phases_together(place: Pla
 @pytest.mark.nightly
 def test_wherever_they_run_phases_end_with_the_same_weights(place: Place) -> None:
     """Two ranks: of one host, of torchrun, and of two hosts without a common disk; killed in between and gone on."""
-    place.good("train", place.config(train={"phases": GROWN}, machines={"processes": 2}))
+    place.good("train", place.config(train={"phases": GROWN}, machines={"processes": 2}, plan=EXACT))
     (reference,) = place.runs()
-    ranks, port = place.config("ranks", train={"phases": GROWN}, run={"name": "ranks"}), free_port()
+    ranks, port = place.config("ranks", train={"phases": GROWN}, run={"name": "ranks"}, plan=EXACT), free_port()
     both = [place.start("train", ranks, "--json", **under_torchrun(rank, 2, port)) for rank in (0, 1)]
     done = [ended(one) for one in both]
     assert [one.code for one in done] == [0, 0], done
     assert done[0].last()["phases"][2]["steps"] == 4 and "lost a peer" not in done[1].err
     hosts = Hosts(place)
     try:
-        started = hosts.start(GROWN)
+        started = hosts.start(GROWN, plan=EXACT)
         saved = "runs/*/phases/02-large/checkpoints/step-*2"
         eventually(lambda: [*hosts.places[0].folder.glob(saved)] != [], "a step is saved", within_s=240)
         started[1].send_signal(signal.SIGKILL)
         assert [ended(one).code for one in started] == [3, -signal.SIGKILL]
     finally:
         hosts.end_all()
-    assert [one.code for one in hosts.run(GROWN, "--resume", "auto")] == [0, 0]
+    assert [one.code for one in hosts.run(GROWN, "--resume", "auto", plan=EXACT)] == [0, 0]
     assert equal(reference, [place.folder / "runs" / "ranks", *(one.runs()[0] for one in hosts.places)])
     assert [len(one.runs()) for one in hosts.places] == [1, 1]
 
 
 @pytest.mark.nightly
 def test_ranks_of_torchrun_stop_and_go_on_within_a_phase(place: Place) -> None:
-    config = place.config(model={"factory": "watched:make"}, train={"phases": PHASES}, run={"name": "r"})
+    phases = [PHASES[0], {**PHASES[1], "train": {**PHASES[1]["train"], "steps": 12}}]
+    config = place.config(model={"factory": "watched:make"}, train={"phases": phases}, run={"name": "r"})
 
     def both(*more: str) -> list[subprocess.Popen[str]]:
         port = free_port()
         return [place.start("train", config, *more, **under_torchrun(rank, 2, port)) for rank in (0, 1)]
 
     hold = place.folder / "hold"
-    hold.write_text("10")
+    hold.write_text("9")  # forwards of a phase
     started = both()
     eventually(lambda: (place.folder / "held-1").exists(), "they are held in the second phase", within_s=120)
     for one in started:
@@ -323,7 +326,7 @@ def test_ranks_of_torchrun_stop_and_go_on_within_a_phase(place: Place) -> None:
     assert [one.code for one in again] == [2, 2] and all("--resume auto" in one.err for one in again)
     assert [one.code for one in map(ended, both("--resume", "auto"))] == [0, 0]
     second = place.folder / "runs" / "r" / "phases" / "02-second"
-    assert sorted(losses(second)) == [1, 2, 3, 4, 5, 6] and len(records(second, "start")) == 2
+    assert sorted(losses(second)) == [*range(1, 13)] and len(records(second, "start")) == 2
     assert len(records(place.folder / "runs" / "r" / "phases" / "01-first", "start")) == 1
 
 
@@ -335,13 +338,15 @@ def test_what_the_first_cannot_prepare_ends_all_with_its_message(place: Place) -
     port = free_port()
     both = [place.start("train", config, **under_torchrun(rank, 2, port)) for rank in (0, 1)]
     done = [ended(one) for one in both]
-    assert [one.code for one in done] == [3, 3] and all("starts" in one.err for one in done), done
+    assert [one.code for one in done] == [2, 2] and all(
+        "phase second: run.directory: wanted a folder" in one.err for one in done
+    ), done
 
 
 @pytest.mark.nightly
 def test_hosts_without_a_common_disk_need_whole_weights_on_one(place: Place) -> None:
-    for plan in ({"mesh": {"pipe": 2}}, {"sharding": "zero3"}):
-        done = Hosts(Place.make(place.folder / str(len(str(plan))))).run(PHASES, plan=plan)
+    for name, plan in (("stages", {"mesh": {"pipe": 2}}), ("rows", {"sharding": "zero3"})):
+        done = Hosts(Place.make(place.folder / name)).run(PHASES, plan=plan)
         assert [one.code for one in done] == [2, 2], done
         assert all(
             "phase second: run.directory: wanted a phase before whose weights are whole" in one.err for one in done

@@ -106,7 +106,11 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(what="bad_input", message=error.message, key=error.key)
     if isinstance(error, (Interrupted, KeyboardInterrupt)):
         return Failure(what="interrupted", message=str(error))
-    return Failure(what="failed", message=str(error) if isinstance(error, RunFailed) else repr(error))
+    return Failure(what="failed", message=str(error) if isinstance(error, RunFailed) else _named(error))
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _raise_for(failure: Failure | None) -> None:
