@@ -70,8 +70,10 @@ class Launcher:
     def gathered(self, node: Node) -> Iterator[tuple[RunDirectory, HostSockets]]:
         """Meet the other hosts without starting anything; yield the run's directory here, and the line among them."""
         with ExitStack() as stack:
-            stack.callback(_drop_empty, self.directory.path)  # a name of our own, where host 0 has another
+            stack.callback(_drop_empty, self.directory.path)
             meeting = meet(self._invitation(node))
+            if meeting.rundir != self.directory.path:  # a name of our own, where host 0 has another
+                _drop_empty(self.directory.path)
             if meeting.among.listener is not None:
                 meeting.among.listener.close()
             for connection in meeting.others.values():
