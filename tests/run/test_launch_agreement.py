@@ -137,6 +137,21 @@ def test_the_holder_of_a_store_leaves_last() -> None:
     assert sorted(left[:2]) == [1, 2] and left[2] == 0
 
 
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_left_without_a_word_is_waited_for_no_longer(gone: int) -> None:
+    def act(line: RankStore) -> str:
+        try:
+            return "left" if line.rank == gone else Agreement(line).agreed(lambda: "on")
+        finally:
+            line.leave()
+
+    with ranks() as found:
+        ends = everywhere(found, act)
+    others = [one for rank, one in enumerate(ends) if rank != gone]
+    assert ends[gone] == "left" and all(type(one) is PeerLost for one in others), ends
+    assert f"rank {gone} ended between phases" in str(others[0])
+
+
 @pytest.fixture
 def unix(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):

@@ -51,26 +51,32 @@ class RankStore(Line):
 
     def heard(self) -> list[Word]:
         speakers = range(1, self.ranks) if self.is_first else range(1)
-        found = [self._wait(f"{speaker}/{self._heard}") for speaker in speakers]
+        found = [self._wait(speaker) for speaker in speakers]
         self._heard += 1
         return found
 
     def leave(self) -> None:
         """Say that this process hears no more; on the first, which may hold the store, wait for the others' word."""
         with suppress(RuntimeError):
+            self.store.set(f"{self.rank}/left", "")
             if not self.is_first:
-                self.store.set(f"{self.rank}/left", "")
                 return
             deadline_s = time.monotonic() + _LEAVE_S
             left = [f"{rank}/left" for rank in range(1, self.ranks)]
             while not self.store.check(left) and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
 
-    def _wait(self, key: str) -> Word:
+    def _wait(self, speaker: int) -> Word:
+        key, is_gone = f"{speaker}/{self._heard}", False
         try:
             while not self.store.check([key]):
+                if is_gone:
+                    raise PeerLost(f"rank {speaker} ended between phases: see its message")
+                is_gone = self.store.check([f"{speaker}/left"])  # it may have spoken just before
                 time.sleep(_POLL_S)
             found = self.store.get(key)
+        except PeerLost:
+            raise
         except RuntimeError as error:  # the process that holds the store is gone
             raise _lost(error) from None
         return read_line(found, WORD)
