@@ -54,13 +54,27 @@ def test_phases_run_one_after_the_other(tmp_path: Path) -> None:
         (MODEL, "text:x", {}, {"callbacks": [print]}, "no callbacks with train.phases"),
         (MODEL, "text:x", {}, {"resume": "newest"}, 'resume="auto" or None'),
         (3, "text:x", {}, {}, "wanted a model"),
+        (MODEL, "text:x", {}, {"hosts": ["a", "b"]}, "machines.hosts: .*got machines.hosts a, b: .*gossamer train"),
+        (MODEL, "text:x", {}, {"launcher": "torchrun"}, "got a rank of torchrun: .*-m gossamer train"),
     ],
 )
 def test_what_other_processes_cannot_get_is_refused(
-    tmp_path: Path, model: Any, data: Any, given: dict[str, Any], more: dict[str, Any], said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    data: Any,
+    given: dict[str, Any],
+    more: dict[str, Any],
+    said: str,
 ) -> None:
+    written, more = sections(tmp_path, **given), dict(more)
+    if hosts := more.pop("hosts", None):
+        written["machines"] = {"hosts": hosts}
+    if more.pop("launcher", None):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BadInput, match=said):
-        gossamer.train(model, data, sections(tmp_path, **given), **more)
+        gossamer.train(model, data, written, **more)
     assert not (tmp_path / "runs").exists()
 
 

@@ -33,7 +33,7 @@ class Hosts:
             for name, value in order["env"].items():
                 patch.setenv(name, value)
             resume = "auto" if "--resume" in argv else None
-            directory, resuming = started_run._directory(Resolved.of(config), resume)
+            directory, resuming = started_run.run_directory(Resolved.of(config), resume)
         self.orders[-1] |= {"run": directory.name, "resuming": resuming}
         if not resuming:
             directory.keep(config, {})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gossamer.api.phased_run import train_command
 from gossamer.api.transitions import CONTINUED, TRANSITIONS, transition_of
@@ -116,7 +117,7 @@ def test_wrong_phases_are_refused(given: list[dict[str, Any]], said: str) -> Non
         ({"data": {"source": "text:nothing/*"}}, "phase b: "),
         ({"plan": {"lossy": True, "exchange": "dense"}}, "phase b: .*plan.lossy"),
         ({"plan": {"sharding": "zero3"}, "train": {"loss": "nonsense"}}, "phase b: "),
-        ({"machines": {"hosts": ["a", "b"]}}, "phase b: train.phases: wanted phases on the processes of this machine"),
+        ({"machines": {"hosts": ["a", "b"]}}, "phase b: .*machines.hosts: wanted the hosts of the run in every phase"),
     ],
 )
 def test_a_later_phase_is_refused_before_the_first_step_by_its_name(
@@ -204,6 +205,26 @@ def test_phases_belong_to_the_command(corpus: Path) -> None:
         config_from(loaded({"name": "a"}).config)
     with pytest.raises(BadInput, match="--plan"):
         train_command(loaded({"name": "a"}), plan=Path("plan.yaml"))
+
+
+@pytest.mark.parametrize(("given", "starter"), [({"hosts": ["a", "b"]}, "hosts"), ({"ray_nodes": 2}, "ray")])
+def test_hosts_get_the_command_with_all_phases(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], starter: str
+) -> None:
+    """Each goes through them itself; where this machine is none of them, it has no folder of the run."""
+    asked: list[tuple[Any, ...]] = []
+
+    def launch(*args: Any, files: dict[str, str], env: dict[str, str], **_: Any) -> int:
+        asked.append((args, yaml.safe_load(files["run.yaml"]), env))
+        return 0
+
+    monkeypatch.setattr(f"gossamer.api.launcher.launch_{starter}", launch)
+    done = train_command(loaded({"name": "a"}, {"name": "b", "by": "magnitude"}), **given)
+    ((args, sent, env),) = asked
+    assert args[0] == given.get("hosts", 2) and args[-1] == ["train", "{files}/run.yaml"]
+    assert [one["name"] for one in sent["train"]["phases"]] == ["a", "b"]
+    assert env["GOSSAMER_RUN_FOLDER"] == done["run"] and done["outcome"] == "unfinished"
+    assert [one["outcome"] for one in done["phases"]] == ["unfinished"] * 2 and not [*Path("runs").iterdir()]
 
 
 def test_methods_are_found_in_their_categories() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -230,6 +231,25 @@ def ended(process: subprocess.Popen[str], *, within_s: float = 300.0) -> Done:
     """Wait for the end; longer than machines.timeout_s, after which a run itself names a rank that hangs."""
     out, err = process.communicate(timeout=within_s)
     return Done(process.returncode, out, err)
+
+
+def under_torchrun(rank: int, ranks: int, port: int) -> dict[str, object]:
+    """What torchrun tells a process."""
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:

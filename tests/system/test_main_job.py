@@ -18,7 +18,18 @@ from torch.utils.data import Dataset
 
 import gossamer
 from gossamer.api import verbs
-from system.command import SIZES, Done, InThisProcess, Place, ended, eventually, losses, records
+from system.command import (
+    SIZES,
+    Done,
+    InThisProcess,
+    Place,
+    ended,
+    eventually,
+    free_port,
+    losses,
+    records,
+    under_torchrun,
+)
 from system.conftest import Trained
 
 
@@ -229,18 +240,6 @@ def test_the_export_loads_in_transformers_and_is_never_overwritten(
     assert {file: file.stat().st_mtime_ns for file in target.iterdir()} == before
 
 
-def under_torchrun(rank: int, ranks: int, port: int) -> dict[str, object]:
-    """What torchrun tells a process."""
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
 def test_started_by_torchrun_it_is_the_same_run(trained: Trained, place: Place) -> None:
     config = place.config(train={"steps": 6}, run={"name": "together"})
     port = free_port()
@@ -329,10 +328,3 @@ def test_ones_own_loop_on_two_processes_is_the_loop_on_one(place: Place) -> None
         assert torch.equal(first[name], second[name]), name
         # the warm-up of AdamW divides tiny gradients by their own size: compare on the scale of a step
         assert torch.allclose(first[name], wanted, rtol=1e-4, atol=1e-5), name
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory
 from gossamer.view.run_glance import glances
 from gossamer.view.watch.run_choice import choose_run
-from system.command import SIZES, Place, ended, eventually, losses, records
+from system.command import SIZES, Done, Place, ended, eventually, free_port, losses, records, under_torchrun
 
 PHASES: list[dict[str, Any]] = [
     {"name": "first"},
@@ -35,6 +36,16 @@ def place(tmp_path: Path) -> Any:
     made = Place.make(tmp_path)
     yield made
     made.end_all()
+
+
+DEEP = {"model": {"config": {**SIZES, "num_hidden_layers": 4}}}
+GROWN: list[dict[str, Any]] = [
+    {"name": "small"},
+    {"name": "large", "by": "g_stack", **DEEP},
+    {"name": "sparse", "by": {"magnitude": {"sparsity": 0.5}}, **DEEP},
+]
+
+EXACT = {"exchange": "dense"}  # `auto` measures, and may choose bf16
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -222,3 +233,121 @@ def test_epsilon_and_masks_go_through_all_phases(place: Place) -> None:
     for name, mask in starts[3].masks():
         zeros = state[name].detach()[~mask.bool()]
         assert zeros.numel() and not zeros.any()
+
+
+class Hosts:
+    """Two hosts with folders of their own on this machine, on each of which the command is started by hand."""
+
+    def __init__(self, place: Place) -> None:
+        self.places = [Place.make(place.folder / f"host-{number}") for number in range(2)]
+
+    def start(self, phases: list[dict[str, Any]], *more: str, **changes: Any) -> list[subprocess.Popen[str]]:
+        address = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+        return [
+            one.start(
+                "train", one.config(train={"phases": phases}, **changes), "--node-rank", f"{rank}", *address, *more
+            )
+            for rank, one in enumerate(self.places)
+        ]
+
+    def run(self, phases: list[dict[str, Any]], *more: str, **changes: Any) -> list[Done]:
+        try:
+            return [ended(one) for one in self.start(phases, *more, **changes)]
+        finally:
+            self.end_all()
+
+    def end_all(self) -> None:
+        for one in self.places:
+            one.end_all()
+
+
+def equal(run: Path, others: list[Path]) -> bool:
+    """Whether all ended with the same weights, bit for bit."""
+    wanted, found = weights(run), [weights(other) for other in others]
+    return all(one.keys() == wanted.keys() and all(torch.equal(one[k], wanted[k]) for k in wanted) for one in found)
+
+
+def test_hosts_with_disks_of_their_own_go_through_the_phases_together(place: Place) -> None:
+    hosts = Hosts(place)
+    done = hosts.run(GROWN[:2], "--json")
+    assert [one.code for one in done] == [0, 0], done
+    assert [one["steps"] for one in done[0].last()["phases"]] == [4, 4]
+    first, second = (one.runs()[0] for one in hosts.places)
+    starts = [
+        {file.name: file.read_bytes() for file in (run / "starts" / "02-large").iterdir()} for run in (first, second)
+    ]
+    assert first.name == second.name and starts[0] == starts[1]
+    assert equal(first, [second]) and records(first / "phases" / "02-large", "start")[0]["ranks"] == 2
+
+
+@pytest.mark.nightly
+def test_wherever_they_run_phases_end_with_the_same_weights(place: Place) -> None:
+    """Two ranks: of one host, of torchrun, and of two hosts without a common disk; killed in between and gone on."""
+    place.good("train", place.config(train={"phases": GROWN}, machines={"processes": 2}, plan=EXACT))
+    (reference,) = place.runs()
+    ranks, port = place.config("ranks", train={"phases": GROWN}, run={"name": "ranks"}, plan=EXACT), free_port()
+    both = [place.start("train", ranks, "--json", **under_torchrun(rank, 2, port)) for rank in (0, 1)]
+    done = [ended(one) for one in both]
+    assert [one.code for one in done] == [0, 0], done
+    assert done[0].last()["phases"][2]["steps"] == 4 and "lost a peer" not in done[1].err
+    hosts = Hosts(place)
+    try:
+        started = hosts.start(GROWN, plan=EXACT)
+        saved = "runs/*/phases/02-large/checkpoints/step-*2"
+        eventually(lambda: [*hosts.places[0].folder.glob(saved)] != [], "a step is saved", within_s=240)
+        started[1].send_signal(signal.SIGKILL)
+        assert [ended(one).code for one in started] == [3, -signal.SIGKILL]
+    finally:
+        hosts.end_all()
+    assert [one.code for one in hosts.run(GROWN, "--resume", "auto", plan=EXACT)] == [0, 0]
+    assert equal(reference, [place.folder / "runs" / "ranks", *(one.runs()[0] for one in hosts.places)])
+    assert [len(one.runs()) for one in hosts.places] == [1, 1]
+
+
+@pytest.mark.nightly
+def test_ranks_of_torchrun_stop_and_go_on_within_a_phase(place: Place) -> None:
+    phases = [PHASES[0], {**PHASES[1], "train": {**PHASES[1]["train"], "steps": 12}}]
+    config = place.config(model={"factory": "watched:make"}, train={"phases": phases}, run={"name": "r"})
+
+    def both(*more: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        return [place.start("train", config, *more, **under_torchrun(rank, 2, port)) for rank in (0, 1)]
+
+    hold = place.folder / "hold"
+    hold.write_text("9")  # forwards of a phase
+    started = both()
+    eventually(lambda: (place.folder / "held-1").exists(), "they are held in the second phase", within_s=120)
+    for one in started:
+        one.send_signal(signal.SIGTERM)
+    hold.unlink()
+    done = [ended(one) for one in started]
+    assert [one.code for one in done] == [4, 4] and "stopped in phase second" in done[0].err, done
+    again = [ended(one) for one in both()]
+    assert [one.code for one in again] == [2, 2] and all("--resume auto" in one.err for one in again)
+    assert [one.code for one in map(ended, both("--resume", "auto"))] == [0, 0]
+    second = place.folder / "runs" / "r" / "phases" / "02-second"
+    assert sorted(losses(second)) == [*range(1, 13)] and len(records(second, "start")) == 2
+    assert len(records(place.folder / "runs" / "r" / "phases" / "01-first", "start")) == 1
+
+
+@pytest.mark.nightly
+def test_what_the_first_cannot_prepare_ends_all_with_its_message(place: Place) -> None:
+    config = place.config(train={"phases": PHASES}, run={"name": "r"})
+    (place.folder / "runs" / "r").mkdir(parents=True)
+    (place.folder / "runs" / "r" / "starts").write_text("a file where the folder should be")
+    port = free_port()
+    both = [place.start("train", config, **under_torchrun(rank, 2, port)) for rank in (0, 1)]
+    done = [ended(one) for one in both]
+    assert [one.code for one in done] == [2, 2] and all(
+        "phase second: run.directory: wanted a folder" in one.err for one in done
+    ), done
+
+
+@pytest.mark.nightly
+def test_hosts_without_a_common_disk_need_whole_weights_on_one(place: Place) -> None:
+    for name, plan in (("stages", {"mesh": {"pipe": 2}}), ("rows", {"sharding": "zero3"})):
+        done = Hosts(Place.make(place.folder / name)).run(PHASES, plan=plan)
+        assert [one.code for one in done] == [2, 2], done
+        assert all(
+            "phase second: run.directory: wanted a phase before whose weights are whole" in one.err for one in done
+        )

@@ -8,8 +8,8 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,9 @@ from gossamer.launch import (
     launch_met,
     launch_ray,
 )
+from gossamer.launch.agreement_hosts import HostSockets
 from gossamer.launch.environment import TEACHER_TOKEN
+from gossamer.launch.rendezvous import meet
 from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.signals import nothing_to_stop
 from gossamer.spec.config import RunConfig
@@ -64,24 +66,33 @@ class Launcher:
         _raise_for(outcome, self.directory)
         return outcome.asked_to_stop
 
-    def met(self, node: Node, prepare: Callable[[RunDirectory], None]) -> RunDirectory:
+    @contextmanager
+    def gathered(self, node: Node) -> Iterator[tuple[RunDirectory, HostSockets]]:
+        """Meet the other hosts without starting anything; yield the run's directory here, and the line among them."""
+        with ExitStack() as stack:
+            stack.callback(_drop_empty, self.directory.path)
+            meeting = meet(self._invitation(node))
+            if meeting.rundir != self.directory.path:  # a name of our own, where host 0 has another
+                _drop_empty(self.directory.path)
+            if meeting.among.listener is not None:
+                meeting.among.listener.close()
+            for connection in meeting.others.values():
+                stack.callback(connection.close)
+            line = HostSockets(
+                others=meeting.others,
+                hostnames=meeting.among.hostnames,
+                host=node.rank,
+                shared=meeting.among.shared,
+            )
+            stack.callback(_drop_empty, meeting.rundir)
+            yield RunDirectory(meeting.rundir), line
+
+    def met(self, node: Node, prepare: Callable[[RunDirectory], None]) -> tuple[RunDirectory, bool]:
         """Start this host's processes of a run that the user starts by hand on each host; return the run's directory
-        here.
+        here, and whether the user asked to stop.
 
         `prepare` fills the directory, which has the name that node 0 gave it.
         """
-        runs = self.directory.path.parent
-        invitation = RendezvousConfig(
-            host=node.rank,
-            hosts=node.nodes,
-            address=node.address,
-            port=node.port,
-            facts=self._facts(),
-            runs=runs,
-            run=self.directory.name,
-            say=lambda text: _log.info("%s", text),
-            interface=self.config.machines.interface,
-        )
         found: list[RunDirectory] = []
         with ExitStack() as stack:
             stack.callback(_drop_empty, self.directory.path)  # a name of our own, where host 0 has another
@@ -99,9 +110,22 @@ class Launcher:
                 )
                 return self._start(directory.path, watch.tick)
 
-            outcome = launch_met(invitation, start)
+            outcome = launch_met(self._invitation(node), start)
         _raise_for(outcome, found[0])
-        return found[0]
+        return found[0], outcome.asked_to_stop
+
+    def _invitation(self, node: Node) -> RendezvousConfig:
+        return RendezvousConfig(
+            host=node.rank,
+            hosts=node.nodes,
+            address=node.address,
+            port=node.port,
+            facts=self._facts(),
+            runs=self.directory.path.parent,
+            run=self.directory.name,
+            say=lambda text: _log.info("%s", text),
+            interface=self.config.machines.interface,
+        )
 
     def over_ssh(self, hosts: list[str], plan: Path | None = None) -> None:
         """Start the same command on every host over ssh, with the plan of a file where one is given."""

@@ -10,15 +10,16 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gossamer.api import resumed_run, started_run
 from gossamer.api.launcher import Launcher
-from gossamer.api.startup import rollback_failed_start
+from gossamer.api.phase_runner import PhaseRunner
+from gossamer.api.phase_runner.local import LocalRunner
 from gossamer.api.transitions import StartRequest, Transition, made_by, make_start, transition_of, written_by
 from gossamer.launch.environment import launcher_of
 from gossamer.launch.rendezvous_config import Node
@@ -33,11 +34,15 @@ from gossamer.spec.records import Event
 from gossamer.spec.unread_keys import check_given
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, find_run, newest_like
-from gossamer.view.run_lock import held
+from gossamer.view.run_lock import check_free, held
 from gossamer.view.summary import summarize
 from gossamer.view.told_progress import ToldProgress
 
+if TYPE_CHECKING:
+    from gossamer.launch.worker import Ready
+
 _log = logging.getLogger(__name__)
+_NEW, _BEGUN, _DONE = "new", "begun", "done"
 _FIGURES = ("directory", "outcome", "steps", "seconds", "final_loss", "validation_loss", "validation_bits_per_byte")
 
 
@@ -52,23 +57,30 @@ def train_command(
     dry_run: bool = False,
 ) -> dict[str, Any]:
     """Run `gossamer train`, see `started_run.train_command`; of a configuration with phases, one after the other."""
-    config = resolved.config
-    if not config.train.phases:
+    if not resolved.config.train.phases:
         return started_run.train_command(
             resolved, plan=plan, hosts=hosts, node=node, ray_nodes=ray_nodes, resume=resume, dry_run=dry_run
         )
-    _check_is_here(config, plan, is_elsewhere=bool(hosts or node or ray_nodes))
+    if plan is not None:
+        do = "write the keys of `plan` that differ into each phase"
+        raise bad_input(wanted="phases, each with a plan of its own", got=f"--plan {plan}", do=do, key=KEY)
+    resolved = started_run.on_hosts(resolved, hosts)
+    config = resolved.config
     runs = Path(config.run.directory)
+    phases = phases_of(resolved, runs / "RUN")
     if dry_run:
-        phases = phases_of(resolved, runs / "RUN")
         return {"phases": {phase.name: told for phase, told in zip(phases, _checked(phases), strict=True)}}
+    if node is not None:
+        return _on_this_host(resolved, node, resume)
+    if config.machines.hosts or ray_nodes:
+        return _elsewhere(resolved, started_run.run_directory(resolved, resume), ray_nodes)
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        return _as_rank(resolved, lambda: _run_of_ranks(resolved, resume))
     if resume == "auto" and (found := newest_like(runs, config)) is not None:
-        return _resumed(found, resolved)
-    _checked(phases_of(resolved, runs / "RUN"))
+        return _driven(LocalRunner(), found, resolved)
+    _checked(phases)
     directory = RunDirectory.create(runs, config.run.name or started_run.model_name(config))
-    with held(directory.path):
-        directory.keep(config, resolved.origin)
-        return _run(directory, phases_of(resolved, directory.path))
+    return _driven(LocalRunner(), directory, resolved, is_checked=True)
 
 
 def resume_command(
@@ -92,44 +104,103 @@ def resume_command(
     here, directory = Path.cwd(), RunDirectory(found.path.absolute())
     resolved = reload(directory.path, overrides or [])
     with standing_in(folder_of(directory)):
-        return _resumed(directory, anchored(resolved, here) if here != Path.cwd() else resolved)
+        resolved = anchored(resolved, here) if here != Path.cwd() else resolved
+        if resolved.config.machines.hosts and resolved.config.train.phases:
+            return _elsewhere(resolved, (directory, True), 0)
+        if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+            return _as_rank(resolved, lambda: directory)
+        return _driven(LocalRunner(), directory, resolved)
 
 
-def _resumed(directory: RunDirectory, resolved: Resolved) -> dict[str, Any]:
-    with held(directory.path):
-        if not resolved.config.train.phases:
-            do = "leave train.phases as it was; train.steps in it may change"
-            raise bad_input(wanted="the phases that the run has", got="none", do=do, key=KEY)
-        phases = phases_of(resolved, directory.path)
-        begun = [one.path.name for one in directory.phases]
-        if begun != [phase.directory.path.name for phase in phases[: len(begun)]]:
-            raise bad_input(
-                wanted=f"phases that begin with those there are: {', '.join(begun)}",
-                got=", ".join(phase.directory.path.name for phase in phases),
-                do="change phases that have not begun, and add new ones at the end",
-                key=KEY,
-            )
-        left = phases[max(0, len(begun) - 1) :]
-        _checked(left)
-        directory.keep(resolved.config, resolved.origin)
-        return _run(directory, phases)
+def _on_this_host(resolved: Resolved, node: Node, resume: str | None) -> dict[str, Any]:
+    """Go through the phases as one of several hosts on which the same command was started."""
+    from gossamer.api.phase_runner.hosts import HostsRunner
+
+    directory, is_resumed = started_run.run_directory(resolved, resume)
+    launch = Launcher(directory=directory, config=resolved.config, resume=is_resumed)
+    with launch.gathered(node) as (found, line):
+        return _driven(HostsRunner(node, line), found, resolved)
 
 
-def _check_is_here(config: RunConfig, plan: Path | None, *, is_elsewhere: bool) -> None:
-    """Raise BadInput for phases that other processes than ours would have to follow."""
-    for is_so, got, do in (
-        (is_elsewhere or bool(config.machines.hosts), "several hosts", "train each phase as a run, with model.start"),
-        (launcher_of(os.environ) in ("torchrun", "srun", "mpirun"), "a launcher", "start it with `gossamer train`"),
-        (plan is not None, f"--plan {plan}", "write the keys of `plan` that differ into each phase"),
-    ):
-        if is_so:
-            raise bad_input(wanted="phases on the processes of this machine", got=got, do=do, key=KEY)
+def _elsewhere(resolved: Resolved, found: tuple[RunDirectory, bool], ray_nodes: int) -> dict[str, Any]:
+    """Start the same command on every host, over ssh or on nodes of a Ray cluster; return what is known of it here."""
+    directory, is_resumed = found
+    if is_resumed:
+        check_free(directory.path)  # their supervisors will hold it
+    folder = Path.cwd() if is_resumed else None
+    launch = Launcher(directory=directory, config=resolved.config, resume=is_resumed, folder=folder)
+    launch.on_ray(ray_nodes) if ray_nodes else launch.over_ssh(resolved.config.machines.hosts)
+    return _told(directory, phases_of(resolved, directory.path))
 
 
-def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
+def _as_rank(resolved: Resolved, find: Callable[[], RunDirectory]) -> dict[str, Any]:
+    """Go through the phases as one of the ranks that torchrun, srun or mpirun started. `find`: called on rank 0."""
+    from gossamer.api.phase_runner.ranks import RanksRunner
+
+    told: dict[str, Any] = {}
+
+    def body(ready: Ready) -> None:
+        with RanksRunner.joined(ready, resolved.config) as runner:
+            directory = RunDirectory(Path(runner.agreed(lambda: str(find().path))))
+            told.update(_driven(runner, directory, resolved))
+
+    started_run.run_as_worker(body)
+    return told if started_run.is_first() else {}
+
+
+def _run_of_ranks(resolved: Resolved, resume: str | None) -> RunDirectory:
+    directory, is_resumed = started_run.run_directory(resolved, resume)
+    if not is_resumed and directory.config_file.exists():
+        raise bad_input(
+            wanted="a new run, or --resume auto",
+            got=f"{directory.path}, which is there already" + (" with other settings" if resume else ""),
+            do="set run.name to another name, or give --resume auto with the settings that it has",
+            key="run.name",
+        )
+    return directory
+
+
+def _driven(
+    runner: PhaseRunner, directory: RunDirectory, resolved: Resolved, *, is_checked: bool = False
+) -> dict[str, Any]:
+    """Go through the phases of a run, new or begun; all processes of `runner` call it. `is_checked`: they can run."""
+    if not resolved.config.train.phases:
+        do = "leave train.phases as it was; train.steps in it may change"
+        raise bad_input(wanted="the phases that the run has", got="none", do=do, key=KEY)
+    phases = phases_of(resolved, directory.path)
+
+    def check() -> str:
+        left = _left(directory, phases)
+        if not is_checked:
+            _checked(left, runner)
+        return ""
+
+    with held(directory.path) if runner.holds else nullcontext():
+        runner.agreed(check)
+        if runner.holds:
+            directory.keep(resolved.config, resolved.origin)
+        return _run(runner, directory, phases)
+
+
+def _left(directory: RunDirectory, phases: Sequence[Phase]) -> Sequence[Phase]:
+    """Return the phase that a run is in, and those after it. Raises BadInput where it began with others."""
+    begun = [one.path.name for one in directory.phases]
+    if begun != [phase.directory.path.name for phase in phases[: len(begun)]]:
+        raise bad_input(
+            wanted=f"phases that begin with those there are: {', '.join(begun)}",
+            got=", ".join(phase.directory.path.name for phase in phases),
+            do="change phases that have not begun, and add new ones at the end",
+            key=KEY,
+        )
+    return phases[max(0, len(begun) - 1) :]
+
+
+def _checked(phases: Sequence[Phase], runner: PhaseRunner | None = None) -> list[dict[str, Any]]:
     """Return the dry run of each phase. Raises BadInput, with the phase's name, for one that cannot run."""
+    from gossamer.job.dry_run import Layout
     from gossamer.job.phase_checks import (
         check_fits,
+        check_is_whole,
         check_masks,
         check_source,
         check_tokenizers,
@@ -141,25 +212,29 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
 
     found: list[Any] = []
     last: Transition | None = None
+    before_ranks = 1  # of the phase before, on each host
     has_masks = False
     for phase in phases:
         config = phase.config
         try:
             transition = transition_of(phase.by, key=phase.key("by"))
-            if config.machines.hosts:
-                _check_is_here(config, None, is_elsewhere=True)
+            _check_hosts(phases[0].config, config)
             check_names(phase.resolved)
             check_given(config)
-            started_run.check_ranks(config, config.machines.processes)
+            spread = (runner or LocalRunner()).spread(config)
+            started_run.check_ranks(config, spread.ranks)
+            layout = None if spread.asks_hosts else Layout(ranks=spread.ranks, local_ranks=spread.local_ranks)
             if found:
                 is_kept = has_masks and transition.keeps_masks and not fills_zeros(found[-1].config)
                 has_masks = transition.gives_masks or is_kept
             else:
                 has_masks = starts_with_masks(config.model)
-            look = look_at(config, has_masks=has_masks)
+            look = look_at(config, has_masks=has_masks, layout=layout)
             check_fits(look)
             if found:
                 _check_whole(last)
+                if not spread.shared:
+                    check_is_whole(found[-1], before_ranks)
                 check_source(found[-1].config, phase.by)
                 check_tokenizers(found[-1], look)
                 with _keys_of(phase):
@@ -168,9 +243,20 @@ def _checked(phases: Sequence[Phase]) -> list[dict[str, Any]]:
         except BadInput as error:
             raise of_phase(located(error, phase.resolved.origin), phase.name) from error
         found.append(look)
-        last = transition
+        last, before_ranks = transition, spread.local_ranks
     made = [None, *(phase.by or "the weights of the phase before" for phase in phases[1:])]
     return [({"by": by} if by else {}) | dict(one.told) for by, one in zip(made, found, strict=True)]
+
+
+def _check_hosts(first: RunConfig, config: RunConfig) -> None:
+    """Raise BadInput for a phase on other hosts than the first: the processes that drive them are on all of them."""
+    if config.machines.hosts != first.machines.hosts:
+        raise bad_input(
+            wanted=f"the hosts of the run in every phase: {', '.join(first.machines.hosts) or 'this machine'}",
+            got=", ".join(config.machines.hosts) or "none",
+            do="set machines.hosts for the run, and machines.processes where a phase takes fewer ranks",
+            key="machines.hosts",
+        )
 
 
 def _check_whole(before: Transition | None) -> None:
@@ -197,25 +283,35 @@ def _keys_of(phase: Phase) -> Iterator[None]:
         raise BadInput(error.message if is_option else str(error), key=phase.key("by")) from error
 
 
-def _run(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
+def _run(runner: PhaseRunner, directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
     """Run the phases that are not done; return the summary of the last with the figures of all."""
-    told: list[dict[str, Any]] = []
     for index, phase in enumerate(phases):
-        is_past = index + 1 < len(phases) and phases[index + 1].is_begun
-        if is_past:
-            _say_unchanged(phase)
-        else:
-            try:
-                _prepare(phase, phases[index - 1] if index else None)
-                if _train(phase) and index + 1 < len(phases):
-                    raise Interrupted("asked to stop as the phase ended")
-            except Interrupted:
-                raise Interrupted(
-                    f"stopped in phase {phase.name}, number {phase.number} of {len(phases)}, and all steps are saved; "
-                    f"go on with: gossamer resume {directory.path}"
-                ) from None
-            except BadInput as error:
-                raise of_phase(error, phase.name) from error
+        after = phases[index + 1] if index + 1 < len(phases) else None
+        if runner.agreed(lambda: "past" if after is not None and after.is_begun else "") == "past":  # noqa: B023
+            if runner.is_first:
+                _say_unchanged(phase)
+            continue
+        try:
+            before = phases[index - 1] if index else None
+            runner.agreed(lambda: _prepare(phase, before))  # noqa: B023
+            if phase.start is not None:
+                runner.given(phase.start)
+            if _train(runner, phase) and after is not None:
+                raise Interrupted("asked to stop as the phase ended")
+        except Interrupted:
+            raise Interrupted(
+                f"stopped in phase {phase.name}, number {phase.number} of {len(phases)}, and all steps are saved; "
+                f"go on with: gossamer resume {directory.path}"
+            ) from None
+        except BadInput as error:
+            raise of_phase(error, phase.name) from error
+    return _told(directory, phases)
+
+
+def _told(directory: RunDirectory, phases: Sequence[Phase]) -> dict[str, Any]:
+    """Return the summary of the last phase, as far as it is known here, with the figures of all."""
+    told: list[dict[str, Any]] = []
+    for phase in phases:
         one = summarize(phase.directory)
         told.append({"name": phase.name, "by": phase.by} | {key: one[key] for key in _FIGURES})
     last = summarize(phases[-1].directory)
@@ -236,10 +332,10 @@ def _say_unchanged(phase: Phase) -> None:
         _log.warning("phase %s is done and stays as it is, without the new %s", phase.name, ", ".join(other))
 
 
-def _prepare(phase: Phase, before: Phase | None) -> None:
+def _prepare(phase: Phase, before: Phase | None) -> str:
     """Write the start folder of a phase where it is missing, or was made otherwise; say so, as it may take minutes."""
     if phase.start is None or before is None:
-        return
+        return ""
     if phase.directory.config_file.exists() and phase.start.is_dir():
         if _is_other(phase):
             raise bad_input(
@@ -248,7 +344,7 @@ def _prepare(phase: Phase, before: Phase | None) -> None:
                 do="write that one, or add a phase at the end",
                 key=phase.key("by"),
             )
-        return
+        return ""
     display = open_display("quiet" if phase.config.run.display == "quiet" else "plain")
     how = "the weights" if phase.by is None else f"{MethodConfig.parse(phase.by).name}, of the weights"
     try:
@@ -267,6 +363,7 @@ def _prepare(phase: Phase, before: Phase | None) -> None:
             display.show(Event(level="warning", message=f"phase {phase.name}: {remark}"))
     finally:
         display.close()
+    return ""
 
 
 def _is_other(phase: Phase) -> bool:
@@ -275,16 +372,25 @@ def _is_other(phase: Phase) -> bool:
     return known is not None and known != written_by(phase.by)
 
 
-def _train(phase: Phase) -> bool:
+def _train(runner: PhaseRunner, phase: Phase) -> bool:
     """Train a phase, or go on with it; return whether the user asked to stop, also where it was done just then."""
-    directory, resolved = phase.directory, phase.resolved
-    with ExitStack() as lock:
-        lock.enter_context(held(directory.path))
-        if directory.config_file.exists():
-            return bool(resumed_run.go_on(directory, resolved, Path.cwd(), lock).get("asked_to_stop", False))
-        with rollback_failed_start(directory):
-            directory.keep(resolved.config, resolved.origin)
-            return Launcher(directory=directory, config=resolved.config, resume=False).here()
+    try:
+        standing = runner.agreed(lambda: _standing(phase))
+        if standing == _DONE:
+            return False
+        is_asked = runner.train(phase, resume=standing == _BEGUN)
+        return bool(runner.agreed(lambda: "asked" if is_asked else ""))
+    except BadInput as error:
+        raise located(error, phase.resolved.origin) from error
+
+
+def _standing(phase: Phase) -> str:
+    """Return whether a phase is new, begun or done. Raises BadInput where it cannot go on with its settings."""
+    directory, config = phase.directory, phase.config
+    if not directory.config_file.exists():
+        return _NEW
+    is_over = resumed_run.ended_early(directory, config) or started_run.is_done(directory, config)
+    return _DONE if is_over else _BEGUN
 
 
 @contextmanager

@@ -53,30 +53,30 @@ def go_on(
     """Continue the run of a directory with these settings; return the summary. `lock`: holds the directory's."""
     from gossamer.settings.methods import check_names
 
-    config, is_asked = resolved.config, False
+    config = resolved.config
     try:
         check_names(resolved)
         check_given(config)
         check_ranks(config, config.machines.processes * max(1, len(config.machines.hosts)))
         only = _asked_step(directory, config, checkpoint)
-        if only is None and (ended := _ended_early(directory, config)):
+        if only is None and (ended := ended_early(directory, config)):
             return {**summarize(directory), "nothing_to_do": config.train.steps, "ended_early": ended}
         if only is None and is_done(directory, config):
             return {**summarize(directory), "nothing_to_do": config.train.steps}
         launch = Launcher(directory=directory, config=config, resume=True, folder=folder, checkpoint=only)
         with rollback_failed_start(directory):
-            _prepare_again(directory, resolved)
+            prepare_again(directory, resolved)
             if config.machines.hosts:
                 lock.close()  # their supervisors hold it
                 launch.over_ssh(config.machines.hosts)
             else:
-                is_asked = launch.here()
+                launch.here()
     except BadInput as error:
         raise located(error, resolved.origin) from error
-    return {**summarize(directory), **({"asked_to_stop": True} if is_asked else {})}
+    return summarize(directory)
 
 
-def _prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
+def prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
     """Write the configuration that a run resumes with; keep its plan only where the settings ask for the same one."""
     config, before, plan = resolved.config, directory.config(), directory.plan()
     directory.keep(config, resolved.origin)
@@ -120,7 +120,7 @@ def _asked_step(directory: RunDirectory, config: RunConfig, checkpoint: str | in
     return step
 
 
-def _ended_early(directory: RunDirectory, config: RunConfig) -> str:
+def ended_early(directory: RunDirectory, config: RunConfig) -> str:
     """Return why the run ended early, where its settings about that are the same still; "" where it is to go on."""
     last: Start | End | None = None
     for record in directory.records():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gossamer.api.launcher import RUN_FOLDER, Launcher
 from gossamer.api.startup import rollback_failed_start
@@ -23,6 +24,9 @@ from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
 from gossamer.view.run_lock import check_free, held
 from gossamer.view.summary import summarize
+
+if TYPE_CHECKING:
+    from gossamer.launch.worker import Ready
 
 
 def train_command(
@@ -40,15 +44,13 @@ def train_command(
     `ray_nodes`: so many nodes of a Ray cluster are its hosts; 0: Ray is not asked. `resume="auto"` resumes the newest
     run of the same configuration, if there is one. Raises BadInput, RunFailed, Interrupted.
     """
-    if hosts:  # as if machines.hosts named them: what is kept says where the run goes on
-        machines = resolved.config.machines.model_copy(update={"hosts": hosts})
-        resolved = replace(resolved, config=resolved.config.model_copy(update={"machines": machines}))
+    resolved = on_hosts(resolved, hosts)
     resolved = planned_by(resolved, plan, node.nodes if node is not None else ray_nodes or len(hosts or ()))
     if dry_run:
         from gossamer.job import dry_run as dry
 
         return dry.dry_run(resolved.config, plan)
-    directory, resuming = _directory(resolved, resume)
+    directory, resuming = run_directory(resolved, resume)
 
     def prepare(folder: RunDirectory) -> None:
         if not resuming:
@@ -60,7 +62,7 @@ def train_command(
     names = resolved.config.machines.hosts
     if node is not None:
         with rollback_failed_start(directory):
-            return summarize(launch.met(node, prepare))
+            return summarize(launch.met(node, prepare)[0])
     if names or ray_nodes:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
@@ -68,7 +70,7 @@ def train_command(
             launch.on_ray(ray_nodes, plan) if ray_nodes else launch.over_ssh(names, plan)
         return summarize(directory)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        if not _is_first():
+        if not is_first():
             return _as_worker(directory, resolved.config, resume=resuming)
         with held(directory.path), rollback_failed_start(directory):
             prepare(directory)
@@ -79,6 +81,14 @@ def train_command(
         prepare(directory)
         launch.here()
     return summarize(directory)
+
+
+def on_hosts(resolved: Resolved, hosts: list[str] | None) -> Resolved:
+    """Return the configuration as if machines.hosts named `hosts`: what is kept says where the run goes on."""
+    if not hosts:
+        return resolved
+    machines = resolved.config.machines.model_copy(update={"hosts": hosts})
+    return replace(resolved, config=resolved.config.model_copy(update={"machines": machines}))
 
 
 def planned_by(resolved: Resolved, plan: Path | None, hosts: int) -> Resolved:
@@ -140,7 +150,7 @@ def is_done(directory: RunDirectory, config: RunConfig) -> bool:
     return int(checkpoint.meta["step"]) == wanted  # else the last steps are made again
 
 
-def _directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
+def run_directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
     """Return the run's folder, and whether the run in it is resumed."""
     config = resolved.config
     runs = Path(config.run.directory)
@@ -183,32 +193,45 @@ def _adopt_plan(file: Path, directory: RunDirectory) -> None:
         ) from None
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Return whether this is rank 0 of a launcher."""
     return read_environment().rank == 0
 
 
 def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
     """Run this process as a worker: torchrun, srun or mpirun started it."""
     from gossamer.job.worker import run_rank
-    from gossamer.launch.worker import Ready, run_worker
 
-    first = _is_first()
-    display = open_display(config.run.display if first else "quiet", title=directory.name)
-    ended: list[BaseException] = []  # how it did, for the command line to say: no supervisor reads our note
+    display = open_display(config.run.display if is_first() else "quiet", title=directory.name)
 
     def body(ready: Ready) -> None:
+        run_rank(ready, directory, config, resume=resume, show=display.show)
+
+    try:
+        run_as_worker(body)
+    finally:
+        display.close()
+    return summarize(directory) if is_first() else {}
+
+
+def run_as_worker(body: Callable[[Ready], None]) -> None:
+    """Run `body` as the worker that torchrun, srun or mpirun started; end the process where it fails.
+
+    Raises BadInput and Interrupted for the command line to say: no supervisor reads the worker's note.
+    """
+    from gossamer.launch.worker import run_worker
+
+    ended: list[BaseException] = []
+
+    def noted(ready: Ready) -> None:
         try:
-            run_rank(ready, directory, config, resume=resume, show=display.show)
+            body(ready)
         except (BadInput, Interrupted) as error:
             ended.append(error)
             raise
 
-    try:
-        code = run_worker(body)
-    finally:
-        display.close()
+    code = run_worker(noted)
     if ended:
         raise ended[0]
     if code:
         sys.exit(3)
-    return summarize(directory) if first else {}

@@ -153,8 +153,16 @@ def make_start(asked: StartRequest) -> Mapping[str, Any]:
         if (beside.read_text("utf-8") if beside.is_file() else "") == wanted:
             return {}
         shutil.rmtree(asked.out)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(wanted, "utf-8")
+    try:
+        asked.out.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(wanted, "utf-8")
+    except OSError as error:
+        raise bad_input(
+            wanted=f"a folder for the start of the phase at {asked.out}",
+            got=error.strerror or str(error),
+            do="make room for it, or name another run.directory",
+            key="run.directory",
+        ) from None
     return transition_of(asked.by).write(asked)
 
 

@@ -45,6 +45,14 @@ _FEWER_BYTES: tuple[dict[str, Any], ...] = (
 _FEWER_BETWEEN_STAGES: tuple[dict[str, Any], ...] = ({"activation_compression": {"codec": "int8"}},)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """So many ranks, `local_ranks` of them on each host."""
+
+    ranks: int
+    local_ranks: int
+
+
 def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     """Return the plan, what it sends, the memory that it needs, the model, and three samples as the model will see
     them.
@@ -54,11 +62,20 @@ def dry_run(config: RunConfig, plan_file: Path | None = None) -> dict[str, Any]:
     return dry_run_with(config, training_data(config), plan_file)
 
 
-def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None = None) -> dict[str, Any]:
-    """Return what `dry_run` does, with data that were read already."""
+def dry_run_with(
+    config: RunConfig, data: TrainingData, plan_file: Path | None = None, *, layout: Layout | None = None
+) -> dict[str, Any]:
+    """Return what `dry_run` does, with data that were read already.
+
+    layout: of the ranks that are started already, where `machines` does not say it; then no other host is asked.
+    """
     origin = origin_for(config, data.corpus)
-    hosts = max(1, len(config.machines.hosts))
-    ranks, cpu = config.machines.processes * hosts, torch.device("cpu")
+    if layout is None:
+        hosts = max(1, len(config.machines.hosts))
+        layout = Layout(ranks=config.machines.processes * hosts, local_ranks=config.machines.processes)
+    else:
+        config = config.model_copy(update={"machines": config.machines.model_copy(update={"hosts": []})})
+    ranks, cpu = layout.ranks, torch.device("cpu")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     asked = PartitionRequest(
         config=config,
@@ -67,7 +84,7 @@ def dry_run_with(config: RunConfig, data: TrainingData, plan_file: Path | None =
         batches=data.train,
         objective=Recipe.loss_of(config),
         device=device,
-        local_ranks=ranks // hosts,
+        local_ranks=layout.local_ranks,
     )
     given = read_plan(plan_file, ranks=ranks) if plan_file else None
     source = OutlineSource(OriginSource(origin, config.train.seed))

@@ -197,6 +197,20 @@ def phases_asked(
             "leave them out, and read the records of the result",
             "callbacks",
         ),
+        (
+            bool(found.machines.hosts),
+            "the processes of this machine",
+            f"machines.hosts {', '.join(found.machines.hosts)}",
+            "start it with `gossamer train run.yaml`, which runs phases on several hosts",
+            "machines.hosts",
+        ),
+        (
+            launcher_of(os.environ) in ("torchrun", "srun", "mpirun"),
+            "one process",
+            f"a rank of {launcher_of(os.environ)}",
+            "start `-m gossamer train run.yaml` with it, of which every rank goes through the phases",
+            "train.phases",
+        ),
     ):
         if is_so:
             raise bad_input(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer import grow
+from gossamer import grow, sharding
 from gossamer import optimizer as optimizers
-from gossamer.job.dry_run import dry_run_with
+from gossamer.job.dry_run import Layout, dry_run_with
 from gossamer.job.growth import GrowthSource, check_is_there, grown_between, whole_section
 from gossamer.job.training_data import training_data
 from gossamer.job.whole_model import why_no_text
@@ -38,13 +38,13 @@ class PhaseLook:
     tokenizer: str
 
 
-def look_at(config: RunConfig, *, has_masks: bool = False) -> PhaseLook:
+def look_at(config: RunConfig, *, has_masks: bool = False, layout: Layout | None = None) -> PhaseLook:
     """Check and forecast a phase, whose start folder need not be there yet. Raises BadInput.
 
-    has_masks: the folder will hold masks.
+    has_masks: the folder will hold masks. layout: see `dry_run_with`.
     """
     data = training_data(config)
-    told = dry_run_with(_without_start(config, has_masks=has_masks), data)
+    told = dry_run_with(_without_start(config, has_masks=has_masks), data, layout=layout)
     bare = config.model_copy(update={"model": whole_section(config.model)})
     origin = origin_for(bare, data.corpus)
     return PhaseLook(
@@ -88,6 +88,24 @@ def check_shapes(before: PhaseLook, after: PhaseLook) -> None:
         if after.shapes[name] != shape:
             wanted = f"{name} of shape {shape}, as in the phase before"
             raise bad_input(wanted=wanted, got=f"{after.shapes[name]}", do=do, key="model")
+
+
+def check_is_whole(before: PhaseLook, local_ranks: int) -> None:
+    """Raise BadInput for a phase before whose weights are on no one disk, as hosts that share none divide them.
+
+    local_ranks: the number of its ranks on each host.
+    """
+    plan = before.told["plan"]
+    per_replica = plan["mesh"]["pipe"]
+    shards = sharding.build(plan["sharding"], key="plan.sharding").takes_parameters
+    if shards or per_replica > local_ranks:
+        got = f"plan.sharding {plan['sharding']}" if shards else f"{per_replica} stages over hosts"
+        raise bad_input(
+            wanted="a phase before whose weights are whole on one host's disk, as the hosts share no run directory",
+            got=f"{got}, of which each disk holds a part",
+            do="set run.directory to a folder on a file system that all hosts share",
+            key="run.directory",
+        )
 
 
 def check_source(before: RunConfig, by: Written | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from gossamer.comm.channel.store import join_store
 from gossamer.data import Corpus
@@ -54,9 +55,20 @@ def main() -> int:
 
 
 def run_rank(
-    ready: Ready, directory: RunDirectory, config: RunConfig, *, resume: bool, show: Show | None = None
+    ready: Ready,
+    directory: RunDirectory,
+    config: RunConfig,
+    *,
+    resume: bool,
+    show: Show | None = None,
+    store: dist.Store | None = None,
+    is_last: bool = True,
 ) -> None:
-    """Build the model and the data of the configuration and train, as one rank."""
+    """Build the model and the data of the configuration and train, as one rank.
+
+    store: of this run alone, where the ranks are connected already; None: they meet. is_last: whether this process ends
+    with the run.
+    """
     place = ready.place
     ready.heartbeat.at(phase="build")
     set_memory(PlanMethods.asked(config.plan).sharding)
@@ -79,11 +91,12 @@ def run_rank(
     base = origin.base_digest(config.train.seed)
     parts = parts_of(asked, model.outline, validation=data.validation, words=data.tokenizer, base=base)
     ready.heartbeat.at(phase="connect")
+    timeout_s = time_limit_s(place, config)
     run_job(
         RankJob(
             parts=parts,
             planned=model,
-            where=rendezvous(place, config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)),
+            where=_context(place, joined(place, timeout_s) if store is None else store, timeout_s),
             directory=directory,
             described=origin.describe(),
             data=data.description,
@@ -95,7 +108,9 @@ def run_rank(
             callbacks=JobCallbacks(
                 keep=lambda: _keep(directory, data, origin),
                 moves=ready.heartbeat.at,
-                sealed=lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0),
+                sealed=(lambda outcome: ready.heartbeat.leave(_CODES[outcome], for_all=place.rank == 0))
+                if is_last
+                else None,
                 observe=lambda op, sequence: ready.heartbeat.at(op=op, sequence=sequence),
                 show=show if place.rank == 0 else None,
             ),
@@ -139,10 +154,15 @@ def device_of(place: LauncherRank) -> torch.device:
     return torch.device("cpu")
 
 
-def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
-    """Connect to the TCPStore of rank 0 and return this rank's context. Raises PeerLost, BadInput."""
+def time_limit_s(place: LauncherRank, config: RunConfig) -> float:
+    """Return how long a message of a run may take."""
+    return config.machines.timeout_s + (_LATER_S if place.supervisor.heartbeat else 0.0)
+
+
+def joined(place: LauncherRank, timeout_s: float) -> dist.Store:
+    """Connect to the TCPStore of rank 0. Raises PeerLost, BadInput."""
     try:
-        store = join_store(
+        return join_store(
             place.master.host,
             place.master.port,
             place.ranks,
@@ -161,6 +181,14 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
             f"rank {place.rank} cannot connect to rank 0 at {place.master.host}:{place.master.port}: {said}. "
             "Check that rank 0 has started, and that this host can reach that address"
         ) from None
+
+
+def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
+    """Connect to the TCPStore of rank 0 and return this rank's context. Raises PeerLost, BadInput."""
+    return _context(place, joined(place, timeout_s), timeout_s)
+
+
+def _context(place: LauncherRank, store: dist.Store, timeout_s: float) -> RankContext:
     first = place.local_rank if place.own_directory else place.rank
     writers = place.local_ranks if place.own_directory else place.ranks
     return RankContext(

@@ -183,7 +183,7 @@ def _torchrun(env: _Variables) -> LauncherRank:
         ),
         supervisor=_supervisor(env),
         start=StartAgreement(
-            generation=env.number_or("GOSSAMER_GENERATION", 0),
+            generation=env.number_or("GOSSAMER_GENERATION", env.number_or("TORCHELASTIC_RESTART_COUNT", 0)),
             resume_step=env.number_or("GOSSAMER_RESUME_STEP", -1),
             shared=env.all.get("GOSSAMER_SHARED", "1") == "1",
         ),

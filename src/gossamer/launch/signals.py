@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -17,20 +17,26 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @contextmanager
 def nothing_to_stop() -> Iterator[None]:
     """Ignore stop signals while entered, as only cleanup is left; a second SIGINT raises KeyboardInterrupt."""
-    if threading.current_thread() is not threading.main_thread():
+    with noted_stops():
         yield
+
+
+@contextmanager
+def noted_stops() -> Iterator[Callable[[], bool]]:
+    """Note stop signals while entered; yield whether there was one. A second SIGINT raises KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
         return
-    heard = 0
+    heard: list[int] = []
 
     def asked(number: int, frame: FrameType | None) -> None:
-        nonlocal heard
-        heard += number == signal.SIGINT
-        if heard > 1:
+        heard.append(number)
+        if heard.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
 
     before = {number: signal.signal(number, asked) for number in _ASKING}
     try:
-        yield
+        yield lambda: bool(heard)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,114 @@
+"""The phases of a run whose ranks torchrun, srun or mpirun started: every rank goes through all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
+from gossamer.api.startup import rollback_failed_start
+from gossamer.job.worker import joined, run_rank, time_limit_s
+from gossamer.launch.agreement import Agreement
+from gossamer.launch.agreement_ranks import RankStore
+from gossamer.launch.worker import Ready
+from gossamer.settings.phases import Phase
+from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput, Interrupted, bad_input
+from gossamer.view.open_display import open_display
+from gossamer.view.run_lock import held
+
+_SEEN_S = 30.0
+
+
+@dataclass(slots=True)
+class RanksRunner(PhaseRunner):
+    """One rank. `store`: of the launcher, or of rank 0; each phase has a prefix of its own in it."""
+
+    ready: Ready
+    store: dist.Store
+    phases: int
+    _line: RankStore = field(init=False, repr=False)
+    _refusal: BaseException | None = field(default=None, repr=False)  # why this rank does not go on
+
+    def __post_init__(self) -> None:
+        place = self.ready.place
+        store = dist.PrefixStore(f"phases/{place.start.generation}", self.store)
+        self._line = RankStore(store, place.rank, place.ranks)
+
+    @staticmethod
+    @contextmanager
+    def joined(ready: Ready, config: RunConfig) -> Iterator[RanksRunner]:
+        """Connect with the other ranks inside the `with` block. Raises PeerLost, BadInput."""
+        place = ready.place
+        runner = RanksRunner(ready, joined(place, time_limit_s(place, config)), len(config.train.phases))
+        try:
+            yield runner
+        finally:
+            runner._line.leave()
+
+    @property
+    def is_first(self) -> bool:
+        return self.ready.place.rank == 0
+
+    def spread(self, config: RunConfig) -> Spread:
+        return Spread(ranks=self.ready.place.ranks, local_ranks=self.ready.place.local_ranks)
+
+    def agreed(self, make: Callable[[], str]) -> str:
+        return Agreement(self._line).agreed(make, self._why_not)
+
+    def _why_not(self) -> BaseException | None:
+        return Interrupted("stopped between phases") if self.ready.stop.is_set else self._refusal
+
+    def given(self, folder: Path) -> None:
+        """Ranks of a launcher have one run directory, which all their hosts see."""
+        self.agreed(lambda: "")
+        self._refusal = None if _is_seen(folder) else self._unseen(folder)
+        self.agreed(lambda: "")
+
+    @property
+    def holds(self) -> bool:
+        return self.is_first
+
+    def train(self, phase: Phase, *, resume: bool) -> bool:
+        directory, config = phase.directory, phase.config
+        with ExitStack() as stack:
+            if self.holds:
+                stack.enter_context(held(directory.path))
+                stack.enter_context(rollback_failed_start(directory))
+            self.agreed(lambda: prepared(phase))
+            display = open_display(config.run.display if self.is_first else "quiet", title=directory.name)
+            stack.callback(display.close)
+            run_rank(
+                self.ready,
+                directory,
+                config,
+                resume=resume,
+                show=display.show,
+                store=dist.PrefixStore(f"phase/{self.ready.place.start.generation}/{phase.number}", self.store),
+                is_last=phase.number == self.phases,
+            )
+        return self.ready.stop.is_set
+
+    def _unseen(self, folder: Path) -> BadInput:
+        return bad_input(
+            wanted=f"the start folder {folder} on host {self.ready.place.hostname}",
+            got="none, as rank 0 wrote it on another file system",
+            do="set run.directory to a folder that all hosts see, or start with `gossamer train --hosts`, which copies "
+            "what it prepares",
+            key="run.directory",
+        )
+
+
+def _is_seen(folder: Path) -> bool:
+    """Return whether a folder, which appears complete, is there: a network file system may show it late."""
+    deadline_s = time.monotonic() + _SEEN_S
+    while not folder.is_dir():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
