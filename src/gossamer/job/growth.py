@@ -300,15 +300,31 @@ def whole_section(section: ModelSection) -> ModelSection:
 
 @torch.no_grad()
 def _length(small: nn.Module, large: nn.Module, config: RunConfig) -> int:
-    """Return the tokens of a sequence that both models take: a few, or as many as the run has."""
+    """Return the tokens of a sequence that both models take: a few, or as many as the run has.
+
+    Raises BadInput for a model whose forward takes neither.
+    """
     try:
         for module in (small, large):
             _logits(module, torch.zeros(1, _TOKENS, dtype=torch.long))
+        return _TOKENS
     except BadInput:
         raise
     except Exception:  # whatever a forward of one length alone raises
-        return config.data.sequence
-    return _TOKENS
+        pass
+    for module, which, key in ((small, "the source", "source"), (large, "the target", "--to")):
+        try:
+            _logits(module, torch.zeros(1, config.data.sequence, dtype=torch.long))
+        except BadInput:
+            raise
+        except Exception as error:  # sizes in its config that do not fit each other, say
+            raise bad_input(
+                wanted=f"{which} to run on {config.data.sequence} tokens (data.sequence)",
+                got=f"{type(error).__name__}: {error}",
+                do="correct the sizes in its config, or set data.sequence to what it takes",
+                key=key,
+            ) from error
+    return config.data.sequence
 
 
 def _fits_wide(small: nn.Module, large: nn.Module) -> torch.dtype:
