@@ -164,10 +164,22 @@ def test_an_epsilon_that_a_config_cannot_say_alone_is_refused(tmp_path: Path) ->
     [
         ({"config": {**LARGE, "hidden_size": 16, "num_hidden_layers": 1}}, "lemon", "larger than its source"),
         ({"config": LARGE}, "lemmon", "no growth is called 'lemmon'"),
+        (
+            {"hf": "SMALL", "config": {"num_key_value_heads": 3, "hidden_size": 48}},
+            "lemon",
+            "the target to run on 32 tokens",
+        ),
+        (
+            {"hf": "SMALL3", "config": {"num_hidden_layers": 4}},
+            "lemon",
+            "wanted as many layer_types as num_hidden_layers, 4, got 2: full_attention, full_attention: set",
+        ),
     ],
 )
 def test_bad_input(small: Path, tmp_path: Path, model: dict[str, Any], by: str, said: str) -> None:
-    config = written(tmp_path, {"hf": "llama", **model})
+    export_hf(qwen3(), None, None, tmp_path / "small3")
+    kind = {"SMALL": str(small), "SMALL3": str(tmp_path / "small3")}.get(model.get("hf", ""), "llama")
+    config = written(tmp_path, {**model, "hf": kind})
     with pytest.raises(BadInput, match=said):
         verbs.grow(small, config, by, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -108,9 +108,11 @@ def test_parts_may_be_of_several_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("name", "is_one"),
-    [("tok_emb.weight", False), ("shared.weight", False), ("mlp.shared_expert_gate.weight", False)]
-    + [("mlp.shared_expert.gate_proj.weight", True), ("assembly.weight", True), ("shared.up.weight", True)]
-    + [("block.0.SelfAttention.relative_attention_bias.weight", False), ("mlp.gate.weight", False)],
+    [
+        *(("tok_emb.weight", False), ("shared.weight", False), ("mlp.shared_expert_gate.weight", False)),
+        *(("mlp.shared_expert.gate_proj.weight", True), ("assembly.weight", True), ("shared.up.weight", True)),
+        *(("block.0.SelfAttention.relative_attention_bias.weight", False), ("mlp.gate.weight", False)),
+    ],
 )
 def test_names_of_tables_and_routers_are_not_those_of_matrices(name: str, is_one: bool) -> None:
     assert (name in Muon().guessed({name: (8, 8)})) == is_one

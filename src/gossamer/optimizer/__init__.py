@@ -56,7 +56,9 @@ class Optimizer(ABC):
         Slots of one name are other numbers under another rule. Settings such as rates may change where a run resumes.
         """
         name = type(self).__module__.rpartition(".")[2]
-        inside = {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        inside: dict[str, Any] = (
+            {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        )
         rules = [f"{field}={rule.made_by}" for field, rule in inside.items() if isinstance(rule, Optimizer)]
         return f"{name}({', '.join(rules)})" if rules else name
 

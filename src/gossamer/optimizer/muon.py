@@ -38,7 +38,10 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 _P, _Q, _R = 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-_FUSED: tuple[tuple[str, int | tuple[int, ...], int], ...] = ((r"\bc_attn\.weight$", 3, 1), (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0))
+_FUSED: tuple[tuple[str, int | tuple[int, ...], int], ...] = (
+    (r"\bc_attn\.weight$", 3, 1),
+    (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +126,7 @@ class Muon(MatrixOptimizer):
             moved = grad.lerp(held, self.momentum) if self.nesterov else held
             param.detach().mul_(1 - rate * self.weight_decay)
             sizes, dim = self._sizes(name, tuple(moved.shape))
-            for mine, its in zip(param.detach().split(sizes, dim), moved.split(sizes, dim), strict=True):
+            for mine, its in zip(torch.split(param.detach(), sizes, dim), torch.split(moved, sizes, dim), strict=True):
                 factor = orthogonalized(its, self.iterations, getattr(torch, self.dtype))
                 mine.add_(factor.to(mine.dtype), alpha=-rate * self._length(mine.shape))
 

@@ -97,7 +97,7 @@ def check_keys(config_class: type, given: Mapping[str, Any]) -> None:
 
 
 def check_sizes(config: Any, *, key: str) -> None:
-    """Raise BadInput for sizes that transformers takes but no model can have, and for kinds of another number of layers."""
+    """Raise BadInput for sizes that transformers takes and no model can have, and for kinds of other layers."""
     for name in _SIZES:
         size = getattr(config, name, 1)
         if isinstance(size, int) and size < 1:

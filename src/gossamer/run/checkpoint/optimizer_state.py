@@ -33,9 +33,7 @@ from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSour
 _MAIN = "optim/main/"  # equal to the parameters where it is absent
 _COMMON = "optim/common/"  # second moments averaged over islands: absent before the first average
 _RULE = "rule"  # in the metadata: the optimizer that the states belong to
-_ANOTHER_RULE = (
-    "Resume with the train.optimizer of the checkpoint, or export the model and start a run from the export"
-)
+_ANOTHER_RULE = "Resume with the train.optimizer of the checkpoint, or export the model and start a run from the export"
 _OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that any optimizer may have
 
 
