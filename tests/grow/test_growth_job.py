@@ -103,6 +103,7 @@ def test_a_run_is_grown_with_its_moments_and_trains_on(tmp_path: Path) -> None:
     data = verbs.grow(run, config, out=tmp_path / "out")
     assert data["moments"] == ["mean", "square"] and data["step"] == 3
     start = StartFolder(tmp_path / "out")
+    assert start.moment_rule == "adamw"
     assert start.moment_steps == 3 and (tmp_path / "out" / "tokenizer.json").is_file()
     name = "model.layers.0.mlp.down_proj.weight"
     at = open_checkpoint(run / "checkpoints", list_checkpoints(run / "checkpoints")[0])

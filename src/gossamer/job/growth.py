@@ -64,6 +64,7 @@ class GrowthSource:
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     moment_steps: int = 0
+    moment_rule: str = ""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -115,6 +116,7 @@ def grow_model(
         files={name: one for name, one in small.files.items() if name != "config.json"},
         moments=found.grown.moments,
         moment_steps=small.moment_steps if found.grown.moments else 0,
+        moment_rule=small.moment_rule if found.grown.moments else "",
     )
     size = write_start(out, content)
     return {**data, "written": str(out), "bytes": size, "next": _next(to, out, config, found.said)}
@@ -265,7 +267,9 @@ def _with_moments(source: GrowthSource, directory: RunDirectory, step: int) -> G
     if absent := [name for name, _ in source.module.named_parameters() if name not in held]:
         return _anew(source, f"the source's optimizer has no state of {absent[0]}, which was not trained")
     steps = int(found.meta.get("updates", step))
-    return replace(source, moments=moments, degrees={slot: _DEGREES[slot] for slot in slots}, moment_steps=steps)
+    degrees = {slot: _DEGREES[slot] for slot in slots}
+    rule = str(found.meta.get("rule", ""))
+    return replace(source, moments=moments, degrees=degrees, moment_steps=steps, moment_rule=rule)
 
 
 def _anew(source: GrowthSource, why: str) -> GrowthSource:

@@ -63,7 +63,8 @@ def check_before_start(parts: Parts) -> None:
 
 def _check_guesses(parts: Parts) -> None:
     """Raise BadInput where the optimizer takes an embedding or the head for a linear layer, by the parameter's name."""
-    head = getattr(parts.outline, "get_output_embeddings", lambda: None)()
+    declared = getattr(parts.outline, "get_output_embeddings", None)
+    head = declared() if callable(declared) else None
     kinds = {id(one.weight): "an embedding" for one in parts.outline.modules() if isinstance(one, nn.Embedding)}
     if isinstance(weight := getattr(head, "weight", None), nn.Parameter):
         kinds.setdefault(id(weight), "the head")
