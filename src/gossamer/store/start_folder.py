@@ -43,7 +43,8 @@ class StartContent:
     method: as written, such as "lemon" or {"lemon": {"spread": 0.1}}; source: digest of the model it was made of; said:
     figures for people; config: of a Hugging Face model; attributes, config_keys: what the model that is built gets
     other values of, by path ("norm.eps") and by key of its config ("layer_norm_epsilon"); moments: "SLOT/PARAMETER" ->
-    optimizer state, after `moment_steps` updates of the optimizer `moment_rule` ("": not known); masks: parameter -> which of its elements are kept.
+    optimizer state, after `moment_steps` updates of the optimizer `moment_rule` ("": not known); masks: parameter ->
+    which of its elements are kept.
     """
 
     tensors: Mapping[str, Tensor]
