@@ -291,6 +291,10 @@ def test_a_source_of_another_rule_or_model_is_refused_before_anything_moves(way:
     source = saved(momentum, run_of(momentum, 2, seed=3), tmp_path, in_memory)
     contents, _ = rank_of(WAYS[way], 0, 2, seed=4)
     refuses(contents, source, "trained with another optimizer")
+    lamb = Way(WAYS[way].sharding, WAYS[way].sync, WAYS[way].exchange, optimizer={"lamb": {}})
+    like = saved(WAYS[way], run_of(WAYS[way], 2, seed=3), tmp_path, in_memory)
+    if WAYS[way].sharding == "none":  # lamb's slots have the same names and shapes
+        refuses(rank_of(lamb, 0, 2, seed=4)[0], like, r"another optimizer: this run's is lamb, the saved one adamw\.")
     assert isinstance(source, Memory)
     source = saved(WAYS[way], run_of(WAYS[way], 2, seed=3), tmp_path, in_memory)
     assert isinstance(source, Memory)

@@ -103,6 +103,7 @@ def test_a_run_is_grown_with_its_moments_and_trains_on(tmp_path: Path) -> None:
     data = verbs.grow(run, config, out=tmp_path / "out")
     assert data["moments"] == ["mean", "square"] and data["step"] == 3
     start = StartFolder(tmp_path / "out")
+    assert start.moment_rule == "adamw"
     assert start.moment_steps == 3 and (tmp_path / "out" / "tokenizer.json").is_file()
     name = "model.layers.0.mlp.down_proj.weight"
     at = open_checkpoint(run / "checkpoints", list_checkpoints(run / "checkpoints")[0])
@@ -164,10 +165,22 @@ def test_an_epsilon_that_a_config_cannot_say_alone_is_refused(tmp_path: Path) ->
     [
         ({"config": {**LARGE, "hidden_size": 16, "num_hidden_layers": 1}}, "lemon", "larger than its source"),
         ({"config": LARGE}, "lemmon", "no growth is called 'lemmon'"),
+        (
+            {"hf": "SMALL", "config": {"num_key_value_heads": 3, "hidden_size": 48}},
+            "lemon",
+            "the target to run on 32 tokens",
+        ),
+        (
+            {"hf": "SMALL3", "config": {"num_hidden_layers": 4}},
+            "lemon",
+            "wanted as many layer_types as num_hidden_layers, 4, got 2: full_attention, full_attention: set",
+        ),
     ],
 )
 def test_bad_input(small: Path, tmp_path: Path, model: dict[str, Any], by: str, said: str) -> None:
-    config = written(tmp_path, {"hf": "llama", **model})
+    export_hf(qwen3(), None, None, tmp_path / "small3")
+    kind = {"SMALL": str(small), "SMALL3": str(tmp_path / "small3")}.get(model.get("hf", ""), "llama")
+    config = written(tmp_path, {**model, "hf": kind})
     with pytest.raises(BadInput, match=said):
         verbs.grow(small, config, by, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -124,3 +124,20 @@ def test_dimensions_are_refined_where_two_forms_meet() -> None:
 def test_what_cannot_be_one_is_a_clash(clash: object) -> None:
     with pytest.raises(Clash):
         clash()  # type: ignore[operator]
+
+
+class Slopes(nn.Module):
+    """A linear layer with a slope per head, which is a power of a number by a tensor, as ALiBi of Bloom has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        slopes = torch.pow(torch.tensor(0.5), torch.arange(1, 9))
+        return self.head(torch.tanh(self.up(self.embed(input_ids)) * slopes))
+
+
+def test_a_power_by_a_tensor_is_followed() -> None:
+    found = structure_of(Slopes())
+    assert [leaf.size for leaf in found.dims["up.weight"][0].leaves()] == [8]

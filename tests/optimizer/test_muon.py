@@ -89,6 +89,36 @@ def test_fused_projections_move_part_by_part() -> None:
     assert torch.allclose(turned, wanted, atol=1e-5)
 
 
+def test_parts_may_be_of_several_sizes() -> None:
+    """Of 4 query heads to a key-value head; three equal parts would mix them, so they are not taken for granted."""
+    shapes = {"q": (32, 32), "k": (8, 32), "v": (8, 32)}
+    apart, grads = drawn(shapes, 5), drawn(shapes, 6)
+    fused, whole = ({"qkv_proj.weight": torch.cat(list(one.values()))} for one in (apart, grads))
+    rule = Muon(fused=(("qkv", (4, 1, 1), 0),))
+    rule.update(apart, grads, rule.init(apart), lr_scale=1.0, step=0)
+    rule.update(fused, whole, rule.init(fused), lr_scale=1.0, step=0)
+    assert torch.allclose(fused["qkv_proj.weight"], torch.cat(list(apart.values())), atol=1e-6)
+    assert optimizer_methods.build({"muon": {"fused": [["qkv", [4, 1, 1], 0]]}}) == rule
+    for wrong in (Muon(), Muon(fused=(("qkv", (4, 1), 0), ("o", 1, 0)))):
+        with pytest.raises(BadInput, match=r"dimension 0 of qkv_proj\.weight that divides by its"):
+            wrong.init(fused)
+    with pytest.raises(BadInput, match=r"parts >= 1 along dimension 0 or 1 for 'qkv'"):
+        Muon(fused=(("qkv", (), 0),))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        *(("tok_emb.weight", False), ("shared.weight", False), ("mlp.shared_expert_gate.weight", False)),
+        *(("mlp.shared_expert.gate_proj.weight", True), ("assembly.weight", True), ("shared.up.weight", True)),
+        *(("block.0.SelfAttention.relative_attention_bias.weight", False), ("mlp.gate.weight", False)),
+    ],
+)
+def test_names_of_tables_and_routers_are_not_those_of_matrices(name: str, is_one: bool) -> None:
+    assert (name in Muon().guessed({name: (8, 8)})) == is_one
+    assert (name in optimizer_methods.build("static_mask").guessed({name: (8, 8)})) == is_one
+
+
 def test_matrices_are_told_by_their_names() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 4}

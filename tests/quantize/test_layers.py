@@ -127,6 +127,13 @@ def test_a_layer_that_no_text_reaches_is_rounded_and_said() -> None:
     assert "no calibration input" in spare.said and spare.output_error is None
 
 
+class Doubled(nn.Linear):
+    """A linear layer with a forward of its own, as Falcon has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 def test_what_is_refused_names_the_layer() -> None:
     module = model("plain")
     with pytest.raises(BadInput, match="wanted calibration text"):
@@ -137,3 +144,5 @@ def test_what_is_refused_names_the_layer() -> None:
     assert module.training, "as it was"
     with pytest.raises(BadInput, match="linear layers"):
         quantize_layers(nn.Sequential(nn.Embedding(4, 4)), build("round_to_nearest"))
+    with pytest.raises(BadInput, match="got none in a Sequential, whose Doubled may compute otherwise"):
+        quantize_layers(nn.Sequential(Doubled(4, 4)), build("round_to_nearest"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer import recipe
 from gossamer.api import verbs
 from gossamer.data.tokenizer.byte import Bytes
 from gossamer.job.quantization import QuantizeRequest, quantize_model
@@ -20,8 +21,9 @@ from gossamer.model.packed_gguf import gguf_rows, gguf_type
 from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import quantized_layers
 from gossamer.model.started_source import start_of
-from gossamer.spec.config import ModelSection
+from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
+from gossamer.spec.plan import Plan
 from model.tiny import SIZES, VOCABULARY, Plain, batch
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 30
@@ -222,6 +224,18 @@ def test_a_model_of_a_factory_comes_back(tmp_path: Path) -> None:
     assert isinstance(again, Plain) and again.head.weight is again.embed.weight
     ids = batch()["input_ids"]
     assert torch.equal(module.eval()(ids), again(ids))
+
+
+def test_a_quantized_folder_is_not_trained_without_an_adapter(place: Path, tmp_path: Path) -> None:
+    """Its integers would stay, and embeddings, norms and the head be trained alone, in silence."""
+    quantized(place, {"gptq": {"bits": 4}}, tmp_path / "out")
+    plan = Plan.model_validate({"mesh": {"replica": 1}, "batch_fractions": (1.0,), "rows": (64,), "microbatches": (1,)})
+    named = {"hf": str(tmp_path / "out")}
+    for model in (named, {"hf": str(place / "model"), "start": str(tmp_path / "out")}):
+        with pytest.raises(BadInput, match=r"model\.adapter: wanted an adapter or a side network .* none on"):
+            recipe.check(RunConfig.model_validate({"model": model}), plan)
+    for more in ({"adapter": "lora"}, {"unfreeze": ["norm"]}, {"side": "unipt"}):
+        recipe.check(RunConfig.model_validate({"model": {**named, **more}}), plan)
 
 
 def test_an_adapter_trains_on_a_quantized_folder(place: Path, tmp_path: Path) -> None:

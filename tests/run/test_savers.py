@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_what_swapping_does_not_go_with_is_refused_by_name(tmp_path: Path, besid
     module = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(BadInput, match=wanted):
         make_plan(config, module, ranks=2, device=torch.device("cpu"))
+
+
+def test_savers_in_an_order_that_does_not_work_are_told_the_one_that_does() -> None:
+    module = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    for savers in (["fp8_activations", "cut_cross_entropy"], ["cut_cross_entropy", "fp8_activations"]):
+        config = RunConfig.model_validate({"plan": {"savers": savers}})
+        with pytest.raises(BadInput, match="write cut_cross_entropy first") if savers[0][0] == "f" else nullcontext():
+            make_plan(config, module, ranks=1, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "zero3", "islands"])

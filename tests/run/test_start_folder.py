@@ -105,13 +105,20 @@ def test_a_run_begins_with_weights_and_moments_on_any_number_of_ranks(pool, tmp_
     assert any("begins with the optimizer's mean, square" in one for one in told)
 
 
-def test_moments_of_another_rule_are_dropped_and_that_is_said(pool, tmp_path: Path) -> None:
-    module, _ = written(tmp_path / "start", slots=("momentum",))
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"slots": ("momentum",)}, "(momentum) are not those of train.optimizer adamw (mean, square)"),
+        ({"moment_rule": "lamb"}, "are those of lamb, not of train.optimizer adamw: they are dropped"),
+    ],
+)
+def test_moments_of_another_rule_are_dropped_and_that_is_said(pool, tmp_path: Path, more, said: str) -> None:
+    module, _ = written(tmp_path / "start", **more)
     losses = run(pool, tmp_path / "run", tmp_path / "start", 1)
     zeros = {f"{slot}/{n}": torch.zeros_like(p) for slot in ("mean", "square") for n, p in module.named_parameters()}
     assert losses[0] == pytest.approx(by_hand(module, zeros)[0], rel=1e-5)
     told = [one["message"] for one in records(tmp_path / "run", "event")]
-    assert any("(momentum) are not those of train.optimizer adamw (mean, square)" in one for one in told)
+    assert any(said in one for one in told)
 
 
 UP, QUERY = "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.weight"

@@ -64,6 +64,7 @@ class GrowthSource:
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     moment_steps: int = 0
+    moment_rule: str = ""
     remarks: tuple[str, ...] = ()
 
     @property
@@ -115,6 +116,7 @@ def grow_model(
         files={name: one for name, one in small.files.items() if name != "config.json"},
         moments=found.grown.moments,
         moment_steps=small.moment_steps if found.grown.moments else 0,
+        moment_rule=small.moment_rule if found.grown.moments else "",
     )
     size = write_start(out, content)
     return {**data, "written": str(out), "bytes": size, "next": _next(to, out, config, found.said)}
@@ -265,7 +267,9 @@ def _with_moments(source: GrowthSource, directory: RunDirectory, step: int) -> G
     if absent := [name for name, _ in source.module.named_parameters() if name not in held]:
         return _anew(source, f"the source's optimizer has no state of {absent[0]}, which was not trained")
     steps = int(found.meta.get("updates", step))
-    return replace(source, moments=moments, degrees={slot: _DEGREES[slot] for slot in slots}, moment_steps=steps)
+    degrees = {slot: _DEGREES[slot] for slot in slots}
+    rule = str(found.meta.get("rule", ""))
+    return replace(source, moments=moments, degrees=degrees, moment_steps=steps, moment_rule=rule)
 
 
 def _anew(source: GrowthSource, why: str) -> GrowthSource:
@@ -300,15 +304,31 @@ def whole_section(section: ModelSection) -> ModelSection:
 
 @torch.no_grad()
 def _length(small: nn.Module, large: nn.Module, config: RunConfig) -> int:
-    """Return the tokens of a sequence that both models take: a few, or as many as the run has."""
+    """Return the tokens of a sequence that both models take: a few, or as many as the run has.
+
+    Raises BadInput for a model whose forward takes neither.
+    """
     try:
         for module in (small, large):
             _logits(module, torch.zeros(1, _TOKENS, dtype=torch.long))
+        return _TOKENS
     except BadInput:
         raise
     except Exception:  # whatever a forward of one length alone raises
-        return config.data.sequence
-    return _TOKENS
+        pass
+    for module, which, key in ((small, "the source", "source"), (large, "the target", "--to")):
+        try:
+            _logits(module, torch.zeros(1, config.data.sequence, dtype=torch.long))
+        except BadInput:
+            raise
+        except Exception as error:  # sizes in its config that do not fit each other, say
+            raise bad_input(
+                wanted=f"{which} to run on {config.data.sequence} tokens (data.sequence)",
+                got=f"{type(error).__name__}: {error}",
+                do="correct the sizes in its config, or set data.sequence to what it takes",
+                key=key,
+            ) from error
+    return config.data.sequence
 
 
 def _fits_wide(small: nn.Module, large: nn.Module) -> torch.dtype:

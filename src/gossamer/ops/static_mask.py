@@ -20,7 +20,8 @@ from torch import Tensor
 from gossamer.ops.splitmix import outputs
 
 NO_LINEAR_LAYER = (
-    *("embed", r"\bw[tp]e\b", "head", "router", r"\bgate\.weight$", r"\bclassifier\b", r"\bscore\b", "lora_"),
+    *("embed", r"(\b|_)emb(\b|_)", r"\bw[tp]e\b", r"\bshared\.weight$", "relative_attention_bias"),
+    *("head", "router", r"\b(\w+_expert_)?gate\.weight$", r"\bclassifier\b", r"\bscore\b", "lora_"),
 )
 Shape = tuple[int, ...]
 

@@ -50,6 +50,19 @@ class Optimizer(ABC):
         """Return the names of the optimizer states per parameter."""
 
     @property
+    def made_by(self) -> str:
+        """Return the rule that the states belong to, such as "adamw" or "muon(rest=adamw)", without its settings.
+
+        Slots of one name are other numbers under another rule. Settings such as rates may change where a run resumes.
+        """
+        name = type(self).__module__.rpartition(".")[2]
+        inside: dict[str, Any] = (
+            {one.name: getattr(self, one.name) for one in fields(self)} if is_dataclass(self) else {}
+        )
+        rules = [f"{field}={rule.made_by}" for field, rule in inside.items() if isinstance(rule, Optimizer)]
+        return f"{name}({', '.join(rules)})" if rules else name
+
+    @property
     def by_element(self) -> bool:
         """Return whether each row is updated by itself, so that rows of a parameter get the same update alone."""
         return True
@@ -155,6 +168,13 @@ class Optimizer(ABC):
     def check(self, names: Collection[str]) -> None:
         """Raise BadInput unless the settings fit a model whose trained parameters have these names."""
         return None
+
+    def guessed(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        """Return the parameters that are taken for weights of linear layers by their names, none for most.
+
+        Each with the key of the setting that says which these are.
+        """
+        return {}
 
     @abstractmethod
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:

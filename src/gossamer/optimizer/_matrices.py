@@ -44,6 +44,12 @@ class MatrixOptimizer(Optimizer):
         """Update the matrices that have a gradient and elements, and their states, in place, as `update` does."""
 
     @property
+    def made_by(self) -> str:
+        name = type(self).__module__.rpartition(".")[2]
+        which = f"matrices={list(self.matrices)}, " if self.matrices else ""
+        return f"{name}({which}rest={self.rest.made_by})"
+
+    @property
     def by_element(self) -> bool:
         return False
 
@@ -70,6 +76,11 @@ class MatrixOptimizer(Optimizer):
     def check(self, names: Collection[str]) -> None:
         self.rest.check([name for name in names if not names_matrix(self.matrices, name)])
         check_found(self.matrices, names, self._key)
+
+    def guessed(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        mine = {name: self._key for name, shape in shapes.items() if self.is_matrix(name, len(shape))}
+        others = {name: shape for name, shape in shapes.items() if name not in mine}
+        return {**self.rest.guessed(others), **({} if self.matrices else mine)}
 
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})

@@ -24,6 +24,10 @@ class Wrapper(Optimizer):
         return self.inner.slots
 
     @property
+    def made_by(self) -> str:
+        return self.inner.made_by
+
+    @property
     def by_element(self) -> bool:
         return self.inner.by_element
 
@@ -84,6 +88,9 @@ class Wrapper(Optimizer):
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
+
+    def guessed(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        return self.inner.guessed(shapes)
 
     def init(self, params: Mapping[str, Tensor]) -> OptimizerState:
         return self.init_rows(params, {name: tuple(param.shape) for name, param in params.items()})

@@ -64,6 +64,10 @@ class CommonAdamW(Optimizer):
         return isinstance(rule, AdamW)
 
     @property
+    def made_by(self) -> str:
+        return self.inner.made_by
+
+    @property
     def counts_each(self) -> bool:
         return False
 

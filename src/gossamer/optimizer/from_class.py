@@ -52,6 +52,10 @@ class FromClass(Optimizer):
     def slots(self) -> tuple[str, ...]:
         return (*dict.fromkeys(slot for shape in ((), (3,), (4, 3)) for slot in self._slots_of(shape)), _BEGUN)
 
+    @property
+    def made_by(self) -> str:
+        return f"from_class({self.path})"
+
     @cached_property
     def by_element(self) -> bool:
         whole, rows = _drawn((4, 3), 1), _drawn((4, 3), 1)

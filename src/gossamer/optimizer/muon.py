@@ -38,7 +38,10 @@ from gossamer.spec.validate import below_one, not_negative, positive
 
 _P, _Q, _R = 3.4445, -4.7750, 2.0315
 _LEAST_NORM = 1e-7
-_FUSED = ((r"\bc_attn\.weight$", 3, 1), (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0))
+_FUSED: tuple[tuple[str, int | tuple[int, ...], int], ...] = (
+    (r"\bc_attn\.weight$", 3, 1),
+    (r"\b(in_proj_weight|(qkv|Wqkv|qkv_proj)\.weight)$", 3, 0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,8 @@ class Muon(MatrixOptimizer):
 
     `matrices`: regular expressions of the names of matrices; empty: every parameter of two dimensions whose name does
     not look like that of an embedding, a head, a router or an adapter. `fused`: (regular expression, parts, dimension)
-    of projections that are one matrix and several in truth. A parameter follows the first pattern found in its name.
+    of projections that are one matrix and several in truth; parts: their number, or how large they are in proportion,
+    such as [4, 1, 1] for 4 query heads to a key-value head. A parameter follows the first pattern found in its name.
     """
 
     lr: float = 1e-3
@@ -58,7 +62,7 @@ class Muon(MatrixOptimizer):
     iterations: int = 5
     dtype: Literal["float32", "bfloat16"] = "float32"
     matrices: tuple[str, ...] = ()
-    fused: tuple[tuple[str, int, int], ...] = _FUSED
+    fused: tuple[tuple[str, int | tuple[int, ...], int], ...] = _FUSED
     rest: Optimizer = field(default_factory=AdamW)
 
     def __post_init__(self) -> None:
@@ -81,7 +85,7 @@ class Muon(MatrixOptimizer):
             raise bad_input(wanted="an optimizer that is evaluated at its parameters", got=got, do=do, key="rest")
         check_patterns((*self.matrices, *(one for one, _, _ in self.fused)), "matrices")
         for pattern, parts, dim in self.fused:
-            if parts < 1 or dim not in (0, 1):
+            if min(_proportions(parts), default=0) < 1 or dim not in (0, 1):
                 do = "write [pattern, parts, dimension] such as [qkv, 3, 0]"
                 raise bad_input(
                     wanted=f"parts >= 1 along dimension 0 or 1 for {pattern!r}", got=f"{parts}, {dim}", do=do
@@ -92,6 +96,7 @@ class Muon(MatrixOptimizer):
         return (*self.rest.slots, "momentum") if "momentum" not in self.rest.slots else self.rest.slots
 
     def matrix_slots(self, name: str, rows: Tensor, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        self._sizes(name, shape)
         return {"momentum": torch.zeros_like(rows, memory_format=torch.contiguous_format).detach()}
 
     def flop(self, shapes: Mapping[str, tuple[int, ...]]) -> float:
@@ -99,10 +104,10 @@ class Muon(MatrixOptimizer):
         found = 0.0
         for name, shape in shapes.items():
             if self.is_matrix(name, len(shape)):
-                parts, dim = self._parts(name)
-                sides = [shape[0] // (parts if dim == 0 else 1), shape[1] // (parts if dim == 1 else 1)]
-                short, long = min(sides), max(sides)
-                found += parts * self.iterations * (4.0 * short * short * long + 2.0 * short**3)
+                sizes, dim = self._sizes(name, shape)
+                for size in sizes:
+                    short, long = sorted((size, shape[1 - dim]))
+                    found += self.iterations * (4.0 * short * short * long + 2.0 * short**3)
         return found
 
     def move(
@@ -120,15 +125,8 @@ class Muon(MatrixOptimizer):
             held.lerp_(grad, 1 - self.momentum)
             moved = grad.lerp(held, self.momentum) if self.nesterov else held
             param.detach().mul_(1 - rate * self.weight_decay)
-            parts, dim = self._parts(name)
-            if moved.shape[dim] % parts:
-                raise bad_input(
-                    wanted=f"a dimension {dim} of {name} that divides by its {parts} parts",
-                    got=f"the shape {tuple(moved.shape)}",
-                    do="set train.optimizer.muon.fused to how this projection is fused, or to [] if it is not",
-                    key="train.optimizer.muon.fused",
-                )
-            for mine, its in zip(param.detach().chunk(parts, dim), moved.chunk(parts, dim), strict=True):
+            sizes, dim = self._sizes(name, tuple(moved.shape))
+            for mine, its in zip(torch.split(param.detach(), sizes, dim), torch.split(moved, sizes, dim), strict=True):
                 factor = orthogonalized(its, self.iterations, getattr(torch, self.dtype))
                 mine.add_(factor.to(mine.dtype), alpha=-rate * self._length(mine.shape))
 
@@ -139,12 +137,34 @@ class Muon(MatrixOptimizer):
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
-    def _parts(self, name: str) -> tuple[int, int]:
-        """Return into how many parts, along which dimension, the matrix `name` falls."""
-        return next(self._parts_of(name), (1, 0))
+    def _sizes(self, name: str, shape: tuple[int, ...]) -> tuple[list[int], int]:
+        """Return the sizes of the parts of the matrix `name`, and along which dimension they lie.
 
-    def _parts_of(self, name: str) -> Iterator[tuple[int, int]]:
-        return ((parts, dim) for pattern, parts, dim in self.fused if re.search(pattern, name))
+        Raises BadInput where they do not divide it, and, of the parts that are thought of by default, where they need
+        not be equal: queries, keys and values are where each has as many outputs as inputs, not with grouped heads.
+        """
+        parts, dim = next(self._parts_of(name), ((1,), 0))
+        unit, rest = divmod(shape[dim], sum(parts))
+        is_known = self.fused is not _FUSED or len(parts) == 1 or unit == shape[1 - dim]
+        if rest or not is_known:
+            told = f"{len(parts)} parts" if len(set(parts)) == 1 else f"parts {list(parts)}"
+            square = "" if self.fused is not _FUSED else f", each as large as dimension {1 - dim}"
+            raise bad_input(
+                wanted=f"a dimension {dim} of {name} that divides by its {told}{square}",
+                got=f"the shape {shape}",
+                do="set train.optimizer.muon.fused to how this projection is fused, such as [[qkv, [4, 1, 1], 0]] for "
+                "4 query heads to a key-value head, or to [] if it is not",
+                key="train.optimizer.muon.fused",
+            )
+        return [unit * part for part in parts], dim
+
+    def _parts_of(self, name: str) -> Iterator[tuple[tuple[int, ...], int]]:
+        return ((_proportions(parts), dim) for pattern, parts, dim in self.fused if re.search(pattern, name))
+
+
+def _proportions(parts: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Return how large each part is in proportion; a number of parts is that of equal ones."""
+    return (1,) * parts if isinstance(parts, int) else tuple(parts)
 
 
 def orthogonalized(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.validate import below_one
 
 _FLOP_PER_WEIGHT = 2  # and token, forward; backward has twice as many, of kept and masked weights alike
+_PARAMETERS = "train.optimizer.static_mask.parameters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,12 @@ class StaticMask(Masked):
 
     def check(self, names: Collection[str]) -> None:
         self.inner.check(names)
-        check_found(self.parameters, names, "train.optimizer.static_mask.parameters")
+        check_found(self.parameters, names, _PARAMETERS)
+
+    def guessed(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, str]:
+        is_told = self.keeps_masks or bool(self.parameters)
+        mine = {} if is_told else {name: _PARAMETERS for name, one in shapes.items() if self._draw.covers(name, one)}
+        return {**self.inner.guessed(shapes), **mine}
 
     def said(self, shapes: Mapping[str, tuple[int, ...]], *, flop_per_token: float) -> str:
         if self.keeps_masks:
@@ -87,7 +93,7 @@ class StaticMask(Masked):
         if not covered:
             raise BadInput(
                 "no trained parameter is a weight matrix outside of embeddings and heads: name those that get a mask",
-                key="train.optimizer.static_mask.parameters",
+                key=_PARAMETERS,
             )
         whole = sum(prod(shape) for shape in covered.values())
         zeros = whole - sum(draw.kept_count(name, shape) for name, shape in covered.items())

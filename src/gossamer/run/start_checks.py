@@ -14,6 +14,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.metrics import load_metrics
 from gossamer.run.parts import Parts
 from gossamer.run.watch import Watch
+from gossamer.sharding import shapes_of
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import told
 from gossamer.spec.odd_one_out import outvoted, parted
@@ -48,6 +49,7 @@ def check_before_start(parts: Parts) -> None:
     if not trainable(parts.outline):
         raise BadInput("no parameter of the model requires a gradient: nothing would be trained", key="model")
     parts.recipe.optimizer.check(trainable(parts.outline).keys())
+    _check_guesses(parts)
     _check_statistics(parts)
     _check_hooks(parts)
     precision = precision_of(config.train.precision)
@@ -57,6 +59,24 @@ def check_before_start(parts: Parts) -> None:
         if param.device.type == "meta":
             raise BadInput(f"parameter {name} is on the meta device: materialize the model first", key="model")
     _check_copies(parts)
+
+
+def _check_guesses(parts: Parts) -> None:
+    """Raise BadInput where the optimizer takes an embedding or the head for a linear layer, by the parameter's name."""
+    declared = getattr(parts.outline, "get_output_embeddings", None)
+    head = declared() if callable(declared) else None
+    kinds = {id(one.weight): "an embedding" for one in parts.outline.modules() if isinstance(one, nn.Embedding)}
+    if isinstance(weight := getattr(head, "weight", None), nn.Parameter):
+        kinds.setdefault(id(weight), "the head")
+    trained = trainable(parts.outline)
+    for name, key in parts.recipe.optimizer.guessed(shapes_of(trained)).items():
+        if (kind := kinds.get(id(trained[name]))) is not None:
+            raise bad_input(
+                wanted="weights of linear layers, which are told by their names where the setting is left out",
+                got=f"{name}, which is {kind}",
+                do="write regular expressions that are found in the names of weights of linear layers only",
+                key=key,
+            )
 
 
 def _check_validation(parts: Parts) -> None:

@@ -77,6 +77,14 @@ class StartState:
             yield "warning", f"the moments in {self.folder.path} are of parameters that stay frozen: they are dropped"
             return
         mine = set(states.rule.slots) - _OF_ANY_RULE
+        rule, its = states.rule.made_by, self.folder.moment_rule
+        if slots == mine and its not in ("", rule):
+            yield (
+                "warning",
+                f"the moments in {self.folder.path} are those of {its}, not of train.optimizer {rule}: they are "
+                "dropped, and the optimizer starts anew",
+            )
+            return
         if slots != mine:
             name = MethodConfig.parse(self.optimizer).name
             yield (

@@ -43,7 +43,8 @@ class StartContent:
     method: as written, such as "lemon" or {"lemon": {"spread": 0.1}}; source: digest of the model it was made of; said:
     figures for people; config: of a Hugging Face model; attributes, config_keys: what the model that is built gets
     other values of, by path ("norm.eps") and by key of its config ("layer_norm_epsilon"); moments: "SLOT/PARAMETER" ->
-    optimizer state, after `moment_steps` updates; masks: parameter -> which of its elements are kept.
+    optimizer state, after `moment_steps` updates of the optimizer `moment_rule` ("": not known); masks: parameter ->
+    which of its elements are kept.
     """
 
     tensors: Mapping[str, Tensor]
@@ -56,6 +57,7 @@ class StartContent:
     files: Content = field(default_factory=dict)
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     moment_steps: int = 0
+    moment_rule: str = ""
     masks: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -72,6 +74,7 @@ def write_start(target: Path, content: StartContent) -> int:
     masks = {name: mask.to(dtype=_MASK) for name, mask in content.masks.items()}
     head: dict[str, Any] = {"format": FORMAT, "method": content.method, "source": content.source}
     head |= {"said": dict(content.said), "moment_steps": content.moment_steps}
+    head |= {"moment_rule": content.moment_rule}
     head |= {"attributes": dict(content.attributes), "config_keys": dict(content.config_keys)}
     with new_folder(target) as partial:
         for file, tensors in ((WEIGHTS, content.tensors), (MOMENTS, content.moments), (MASKS, masks)):
@@ -128,6 +131,11 @@ class StartFolder:
     def moment_steps(self) -> int:
         """The updates after which the moments are."""
         return int(self._head["moment_steps"])
+
+    @property
+    def moment_rule(self) -> str:
+        """The optimizer that the moments belong to, as `Optimizer.made_by` says; "" where that is not known."""
+        return str(self._head.get("moment_rule", ""))
 
     def kinds(self, file: str = WEIGHTS) -> dict[str, Kind]:
         """Return shape and dtype of each tensor of a file, by name; empty where that file is not written."""

@@ -97,11 +97,20 @@ def check_keys(config_class: type, given: Mapping[str, Any]) -> None:
 
 
 def check_sizes(config: Any, *, key: str) -> None:
-    """Raise BadInput for sizes that transformers takes but no model can have."""
+    """Raise BadInput for sizes that transformers takes and no model can have, and for kinds of other layers."""
     for name in _SIZES:
         size = getattr(config, name, 1)
         if isinstance(size, int) and size < 1:
             raise bad_input(wanted=f"{name} of at least 1", got=str(size), do=f"set {name} to 1 or more", key=key)
+    text = config.get_text_config()
+    kinds, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
+    if isinstance(kinds, (list, tuple)) and isinstance(layers, int) and len(kinds) != layers:
+        raise bad_input(
+            wanted=f"as many layer_types as num_hidden_layers, {layers}",
+            got=f"{len(kinds)}: {', '.join(map(str, kinds))}",
+            do=f"set layer_types to a list of {layers} as well",
+            key=key,
+        )
 
 
 def drop_foreign_ids(config: Any, written: Mapping[str, Any]) -> None:

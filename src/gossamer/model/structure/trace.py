@@ -171,7 +171,7 @@ class DimensionTrace(TorchDispatchMode):
         name = name.rstrip("_")
         base = next((one for one in seen if one.of is None), None)
         if (
-            (name in ("pow",) and len(args) > 1 and args[1] == 2)
+            (name == "pow" and not isinstance(args[1], Tensor) and args[1] == 2)
             or name == "square"
             or (name == "mul" and len(seen) == 2 and seen[0] is seen[1])
         ):

@@ -110,11 +110,17 @@ def quantize_layers(
     return QuantizeReport(layers=tuple(made[name] for name in chosen), kept=kept)
 
 
+def _told_of_others(module: nn.Module) -> str:
+    """Return what linear layers of classes of their own are there: what these compute is not known."""
+    own = sorted({type(one).__name__ for one in module.modules() if isinstance(one, nn.Linear)} - {"Linear"})
+    return f", whose {' and '.join(own)} may compute otherwise" if own else ""
+
+
 def _check(module: nn.Module, chosen: Sequence[str], quantizer: Quantizer, calibration: Calibration | None) -> None:
     if not chosen:
         raise bad_input(
             wanted="a model with linear layers (torch.nn.Linear, or transformers' Conv1D) to quantize",
-            got=f"none in a {type(module).__name__}",
+            got=f"none in a {type(module).__name__}{_told_of_others(module)}",
             do="leave it as it is",
         )
     if quantizer.needs_inputs and not (calibration and calibration.batches):

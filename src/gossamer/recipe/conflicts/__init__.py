@@ -68,6 +68,7 @@ LAWS: tuple[Law, ...] = (
     optimizer.one_clip_with_stages,
     optimizer.one_clip_with_sync,
     adapters.decay_with_scales,
+    adapters.integers_alone,
     verification.verification_with_replicas,
     adversarial.adversarial_with_layout,
     adversarial.adversarial_with_training,

@@ -12,7 +12,7 @@ _KEY = "plan.savers"
 
 
 def savers_with_each_other(recipe: Recipe) -> BadInput | None:
-    """Return an error for a saver that is named twice, or beside one that it cannot be combined with."""
+    """Return an error for a saver that is named twice, or beside or behind one where it cannot be."""
     names = [MethodConfig.parse(one).name for one in recipe.plan.savers]
     twice = next((name for name, count in Counter(names).items() if count > 1), "")
     if twice:
@@ -24,6 +24,13 @@ def savers_with_each_other(recipe: Recipe) -> BadInput | None:
                 wanted=f"{name} without {beside[0]}, as they cannot be combined",
                 got=", ".join(names),
                 do="leave one of the two out",
+                key=_KEY,
+            )
+        if earlier := [other for other in names[: names.index(name)] if other in saver.before]:
+            return bad_input(
+                wanted=f"{name} before {earlier[0]}, as each is on top of those before it",
+                got=", ".join(names),
+                do=f"write {name} first",
                 key=_KEY,
             )
     return None

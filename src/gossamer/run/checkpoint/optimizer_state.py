@@ -32,6 +32,8 @@ from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSour
 
 _MAIN = "optim/main/"  # equal to the parameters where it is absent
 _COMMON = "optim/common/"  # second moments averaged over islands: absent before the first average
+_RULE = "rule"  # in the metadata: the optimizer that the states belong to
+_ANOTHER_RULE = "Resume with the train.optimizer of the checkpoint, or export the model and start a run from the export"
 _OF_ANY_RULE = frozenset({"main", "master", "common"})  # slots that any optimizer may have
 
 
@@ -66,7 +68,7 @@ class OptimizerSlots(Stateful):
                 yield StateSlice.whole(name, tensor, SliceCopies.REPLICATED)
 
     def meta(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"skipped": dict(self.states.skipped)}
+        found: dict[str, Any] = {"skipped": dict(self.states.skipped), _RULE: self.states.rule.made_by}
         return {**found, AVERAGE: self.written} if self.states.rule.has_average else found
 
     def wanted(self, source: StateSource) -> Iterator[StateSlice]:
@@ -86,18 +88,23 @@ class OptimizerSlots(Stateful):
 
     def cause(self, source: StateSource, missing: frozenset[str]) -> str:
         """Return that the optimizer is another one than the one saved, if the weights are the same."""
+        if any(name.startswith("model/") for name in missing):
+            return ""
+        if other := self._other_rule(source):
+            return other
         wanted = {slot for slot, *_ in self.states.slots()} - _OF_ANY_RULE
         stored = {name.split("/")[1] for name in source.names() if name.startswith("optim/")} - _OF_ANY_RULE
-        if wanted == stored or any(name.startswith("model/") for name in missing):
+        if wanted == stored:
             return ""
         return (
             f"{source.label} was trained with another optimizer: this run's keeps {_slots_told(wanted)} for every "
-            f"parameter, the saved one {_slots_told(stored)}. Resume with the train.optimizer of the checkpoint, or "
-            "export the model and start a run from the export"
+            f"parameter, the saved one {_slots_told(stored)}. {_ANOTHER_RULE}"
         )
 
     def check(self, source: StateSource) -> None:
         is_by_rank, goes_on = holds_under(source, BY_RANK), self.outer.goes_on(source)
+        if other := self._other_rule(source):
+            raise CheckpointMismatch(other)
         if is_by_rank and not self.states.is_sharded:
             raise CheckpointMismatch(other_sharding(source))
         for one in self.slices():
@@ -105,6 +112,16 @@ class OptimizerSlots(Stateful):
                 self.members.check_own(source, BY_RANK + one.where.name)
             elif not self._starts_anew(source, one):
                 self._check_stored(source, one, goes_on=goes_on)
+
+    def _other_rule(self, source: StateSource) -> str:
+        """Return that the saved states are another optimizer's, even if its slots have the same names; "" if not."""
+        mine, saved = self.states.rule.made_by, source.meta.get(_RULE)
+        if saved in (None, mine):  # None: saved by a version that did not say it
+            return ""
+        return (
+            f"{source.label} was trained with another optimizer: this run's is {mine}, the saved one {saved}. "
+            f"{_ANOTHER_RULE}"
+        )
 
     def _check_stored(self, source: StateSource, one: StateSlice, *, goes_on: bool) -> None:
         name = one.where.name
