@@ -6,8 +6,9 @@ time. Two schedules are made, of which the shorter one counts:
     few    at most `UNDER_WAY` messages are on their way, or have replies that no turn has taken. The thread takes the
            oldest bucket that has been sent before and has more to send, then the oldest full bucket, then the oldest
            bucket that has only to be decoded: what others wait for goes first.
-    deep   at most `DEEP` messages are begun; those beyond `UNDER_WAY` wait in a line, and so buckets with several
-           messages take turns on the links. The thread takes the oldest bucket of which anything can be done.
+    deep   of up to `DEEP` buckets: any number of messages is begun; those beyond `UNDER_WAY` wait in a line, and so
+           buckets with several messages take turns on the links. The thread takes the oldest bucket of which anything
+           can be done.
 
 All ranks compute the order from the same measurements, and every rank keeps to it.
 
@@ -27,8 +28,7 @@ from gossamer.comm.channel import UNDER_WAY
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 
 MOST_HOPS = 32  # of a message: more are played as so many, each for several
-DEEP = 4 * UNDER_WAY  # messages, at most, that a schedule has begun: more than are under way wait in a line
-_MOST_DEEP = 64  # buckets: beyond, the two schedules hardly differ, and there is less time for each
+DEEP = 64  # buckets: of more, the two schedules hardly differ, and there is less time for each
 _MOST_EVENTS = 4000  # of all buckets, about: where there are thousands of them, hops are fewer
 
 Flight: TypeAlias = tuple[str, float, float, int]  # a message: link, busy_s, latency_s of a hop, hops
@@ -69,7 +69,7 @@ def schedule(facts: StepMeasurements, chosen: Sequence[Option]) -> SendSchedule:
 
 def most_hops(buckets: int) -> int:
     """Return how many hops a message is played in, at most, in a step of so many buckets."""
-    most = MOST_HOPS if buckets <= _MOST_DEEP else MOST_HOPS // 2
+    most = MOST_HOPS if buckets <= DEEP else MOST_HOPS // 2
     return max(1, min(most, _MOST_EVENTS // max(1, buckets)))
 
 
@@ -129,7 +129,7 @@ def schedule_jobs(facts: StepMeasurements, jobs: Sequence[Job]) -> SendSchedule:
     seconds, and so all buckets that are not yet full.
     """
     few = _played(facts, jobs, is_deep=False)
-    if not UNDER_WAY < len(jobs) <= _MOST_DEEP:
+    if not UNDER_WAY < len(jobs) <= DEEP:
         return few
     deep = _played(facts, jobs, is_deep=True)
     return deep if deep.step_s < few.step_s else few
