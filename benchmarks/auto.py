@@ -2,18 +2,22 @@
 
     python benchmarks/auto.py --lab [--settings gpt2:2:100mbit:10,llama:4:1gbit:0] [--turns 5] [--steps 8] [--json]
     python benchmarks/auto.py [--quick] [--models gpt2,llama,wide] [--ranks 2,4] [--rates 1e8,1e9] [--latencies 1e-3]
-                              [--speedups 1,33] [--lossy true,false] [--json]
+                              [--speedups 1,33] [--lossy true,false] [--processes 1] [--json]
+    python benchmarks/auto.py --random 200 [--seed 0] [--json]
 
 Each row is a point of the grid: a model, what its device is faster by, the bits per second of every rank's link, the
 seconds that a small message takes. `auto_s` is a step with what auto chooses from the same measurements as in a run;
 `best_uniform_s` that of the best of all candidates allowed, each alone in buckets of 1, 4, 16 or 25 MiB, of a quarter
-of the gradients, or of all. Both are timed by the independent simulator (`auto/simulator.py`), which shares no
-code with the forecast; a message takes PRICE of a rank's processors in both. `forecast_s` is what auto itself
-forecasts. Encoding is timed on this machine, for each number of ranks; gradients are Gaussian, and become ready in
-proportion to their size, the last parameter first.
+of the gradients, or of all, both as equal as they come and tapered as those of a run by hand. Both are timed by the
+independent simulator (`auto/simulator.py`), which shares no code with the forecast; a message takes PRICE of a rank's
+processors in both. `forecast_s` is what auto itself forecasts. Encoding is timed on this machine, for each number of
+ranks; gradients are Gaussian, and become ready in proportion to their size, the last parameter first.
 
 `behind`: of how many points auto is more than 5% above the best; `forecast_off`: of how many the forecast is more than
 10% off the simulated step; `worst`: the point that is furthest behind. `choose_s`: seconds of the slowest choice.
+
+With --random, rows are points drawn at random (`auto/drawn.py`): of models of five kinds, on any number of ranks, on
+links of one kind or between islands of ranks, twice each: lossy and exact. Only the whole grid is recorded.
 
 With --lab, real hosts train on links that are shaped (needs root, Linux): a row is a model, hosts, the rate of each
 host's link and the milliseconds of a round trip; auto trains in turns with every candidate named by hand for all
@@ -28,14 +32,18 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, islice, product
+from multiprocessing import get_context
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from auto.drawn import draw
 from auto.simulator import Job, Link, Message, gather, ring, shuffle, simulate
 from gossamer.autotune import exchange_profile
 from gossamer.autotune.exchange_profile import ExchangeProfile
@@ -43,7 +51,8 @@ from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
 from gossamer.comm.bucket import Layout, partition
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
-from gossamer.plan.exchange import CANDIDATES, Candidate, MessagePrice, StepMeasurements, choose
+from gossamer.exchange import Exchange
+from gossamer.plan.exchange import CANDIDATES, Candidate, MessagePrice, StepMeasurements, across_islands, choose
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec import network
@@ -62,17 +71,22 @@ OVERLAP = 2 / 3  # of a step: its last backward pass
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: its parameters, without values, and the seconds that a step computes."""
+    """A model: its parameters, without values, and the seconds that a step computes.
+
+    `costs`: what each takes of the backward pass, in any unit; empty: in proportion to its size.
+    """
 
     params: Mapping[str, Tensor]
     compute_s: float
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ready_s(self) -> dict[str, float]:
         """When each gradient is complete, in seconds of the last backward pass."""
-        total, done, found = sum(p.numel() for p in self.params.values()), 0, {}
-        for name, param in reversed(list(self.params.items())):
-            done += param.numel()
+        costs = self.costs or {name: p.numel() for name, p in self.params.items()}
+        total, done, found = sum(costs.values()), 0.0, {}
+        for name in reversed([*self.params]):
+            done += costs[name]
             found[name] = OVERLAP * self.compute_s * done / total
         return found
 
@@ -111,6 +125,11 @@ def main() -> None:
     for name, usual in (("ranks", RANKS), ("rates", RATES), ("latencies", LATENCIES), ("speedups", (1, 33))):
         read.add_argument(f"--{name}", default=",".join(f"{one:g}" for one in usual))
     read.add_argument("--lossy", default="true,false")
+    read.add_argument("--random", type=int, default=0, help="so many points drawn at random, in place of the grid")
+    read.add_argument("--seed", type=int, default=0, help="of the points drawn at random")
+    read.add_argument(
+        "--processes", type=int, default=1, help="models at once; choose_s is then that of a busy machine"
+    )
     read.add_argument("--json", action="store_true", help="nothing but the last line")
     read.add_argument("--lab", action="store_true", help="measured on links of the laboratory")
     read.add_argument("--settings", default="", help="of the laboratory; all by default")
@@ -121,18 +140,44 @@ def main() -> None:
     if asked.lab:
         in_lab(asked)
         return
-    torch.set_num_threads(1)
-    exchange_profile.encode_slowdown = lambda: 1.0  # encoding has no core of its own
+    begin()
     axes = {name: [float(one) for one in getattr(asked, name).split(",")] for name in ("ranks", "rates", "latencies")}
     axes |= {name: list(ones) for name, ones in QUICK.items()} if asked.quick else {}
     rows = list[dict[str, Any]]()
-    for name in asked.models.split(","):
-        for row in grid(name, axes, [float(s) for s in asked.speedups.split(",")], asked.lossy.split(",")):
+    speedups, lossy = [float(s) for s in asked.speedups.split(",")], asked.lossy.split(",")
+    models = asked.models.split(",")
+    if asked.processes > 1 and not asked.random:
+        with ProcessPoolExecutor(asked.processes, get_context("spawn")) as pool:
+            each = [pool.submit(grid_alone, name, axes, speedups, lossy, asked.json) for name in models]
+            rows += [row for one in each for row in one.result()]
+    else:
+        drawn = chain.from_iterable(grid(name, axes, speedups, lossy) for name in models)
+        for row in islice(at_random(asked.seed), asked.random) if asked.random else drawn:
             rows.append(row)
             if not asked.json:
                 print_aside(said(row))
     figures = {"points": len(rows), **summary(rows), "rows": rows}
-    publish("auto", figures) if not asked.quick else print(json.dumps(figures))
+    is_whole = all(getattr(asked, name) == read.get_default(name) for name in ("models", "lossy", "speedups", *axes))
+    publish("auto", figures) if is_whole and not (asked.quick or asked.random) else print(json.dumps(figures))
+
+
+def begin() -> None:
+    """Let this process time encoding as a rank of one core does, which has none for it alone."""
+    torch.set_num_threads(1)
+    exchange_profile.encode_slowdown = lambda: 1.0
+
+
+def grid_alone(
+    name: str, axes: Mapping[str, Sequence[float]], speedups: Sequence[float], lossy: Sequence[str], is_quiet: bool
+) -> list[dict[str, Any]]:
+    """Return the rows of one model, in a process of their own."""
+    begin()
+    rows = list[dict[str, Any]]()
+    for row in grid(name, axes, speedups, lossy):
+        rows.append(row)
+        if not is_quiet:
+            print_aside(said(row))
+    return rows
 
 
 def in_lab(asked: argparse.Namespace) -> None:
@@ -165,22 +210,56 @@ def grid(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one model."""
     shape = MODELS[name]()
-    torch.manual_seed(0)
-    gradients = {n: torch.randn(p.shape) for n, p in shape.params.items()}
-    rehearsal = StepProfile(shape.compute_s, OVERLAP * shape.compute_s, shape.ready_s, gradients)
-    first = ExchangeProfile.by(rehearsal, shape.params, CANDIDATES, pump_of(2), knows=True)
+    first = profiled(shape, CANDIDATES)
     for ranks in map(int, axes["ranks"]):
-        profile = replace(first, pump=pump_of(ranks), _cuts={}, _columns={}, _times={})
+        profile = replace(first, pump=pump_of(ProcessGroups.flat(ranks)), _cuts={}, _columns={}, _times={}, _traffic={})
+        made = dict[Any, Any]()
         for rate, latency_s, speedup in product(axes["rates"], axes["latencies"], speedups):
-            point = Point(shape, profile, ranks, rate / 8, latency_s, speedup)
+            link = network.Link(latency_s=latency_s, bytes_per_s=rate / 8)
+            links = network.Network(islands=(tuple(range(ranks)),), levels={"all": link})
+            point = Point(shape, profile, links, speedup, made=made)
             for allowed in lossy:
                 row = {"model": name, "ranks": ranks, "rate": rate, "latency_s": latency_s, "speedup": speedup}
                 yield row | {"lossy": allowed == "true"} | point.measured(lossy=allowed == "true")
 
 
-def pump_of(ranks: int) -> Any:
+def at_random(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield rows of points drawn at random, without an end."""
+    rng = Random(seed)
+    while True:
+        one = draw(rng)
+        params, size = {n: torch.empty(shape) for n, shape in one.model.shapes.items()}, one.ranks // one.islands
+        shape = Shape(params, one.model.compute_s, one.model.costs)
+        islands = tuple(tuple(range(at, at + size)) for at in range(0, one.ranks, size))
+        has_islands = one.islands > 1
+        candidates = across_islands(CANDIDATES) if has_islands else CANDIDATES
+        groups = ProcessGroups.islands(islands) if has_islands else ProcessGroups.flat(one.ranks)
+        profile, made = replace(profiled(shape, CANDIDATES), pump=pump_of(groups)), dict[Any, Any]()
+        for links in one.links:
+            far = network.Link(latency_s=links.latency_s, bytes_per_s=links.rate / 8)
+            near = network.Link(latency_s=links.near[1], bytes_per_s=links.near[0] / 8)
+            levels = {"all": far, "island": near, "between": far} if has_islands else {"all": far}
+            here = network.Network(islands=islands, levels=levels)
+            point = Point(shape, profile, here, links.speedup, candidates, made=made)
+            for lossy in (True, False):
+                numel = sum(p.numel() for p in params.values())
+                row: dict[str, Any] = {"model": one.model.kind, "tensors": len(params), "numel": numel}
+                row |= {"ranks": one.ranks, "islands": one.islands, "rate": links.rate, "latency_s": links.latency_s}
+                row |= {"near": list(links.near)} if has_islands else {}
+                yield row | {"speedup": links.speedup, "lossy": lossy} | point.measured(lossy=lossy)
+
+
+def profiled(shape: Shape, candidates: Sequence[Candidate]) -> ExchangeProfile:
+    """Return the profile of a model whose gradients are Gaussian, without the times of encoding."""
+    torch.manual_seed(0)
+    gradients = {n: torch.randn(p.shape) for n, p in shape.params.items()}
+    rehearsal = StepProfile(shape.compute_s, OVERLAP * shape.compute_s, shape.ready_s, gradients)
+    return ExchangeProfile.by(rehearsal, shape.params, candidates, pump_of(ProcessGroups.flat(2)), knows=True)
+
+
+def pump_of(groups: ProcessGroups) -> Any:
     """One rank among so many, whose messages are answered at once: encoding is timed, nothing is sent."""
-    return SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(ranks)))
+    return SimpleNamespace(channel=LoopbackChannel(0, groups))
 
 
 @dataclass
@@ -189,26 +268,23 @@ class Point:
 
     shape: Shape
     profile: ExchangeProfile
-    ranks: int
-    bytes_per_s: float
-    latency_s: float
+    links: network.Network
     speedup: float
-    timed: dict[tuple[str, int], float] = field(default_factory=dict)  # uniform steps, by candidate and bucket size
+    candidates: Sequence[Candidate] = CANDIDATES
+    timed: dict[tuple[str, str], float] = field(default_factory=dict)  # uniform steps, by candidate and buckets
+    made: dict[Any, Any] = field(default_factory=dict)  # what is the same on all links: hand cuts, and their jobs
 
     def measured(self, *, lossy: bool) -> dict[str, Any]:
         """Return the figures of the row."""
-        links = network.Network(
-            islands=(tuple(range(self.ranks)),),
-            levels={"all": network.Link(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s)},
-        )
-        cuts = self.profile.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=PRICE, divides=True)
+        candidates = self.candidates
+        cuts = self.profile.facts(self.links, candidates, LARGEST_BUCKET_BYTES, price=PRICE, divides=True)
         facts = [faster(one, self.speedup) for one in cuts]
         began = time.process_time()
-        decision = choose(*facts, lossy=lossy)
+        decision = choose(*facts, lossy=lossy, candidates=candidates)
         choose_s = time.process_time() - began
         best = decision.best
         jobs = [self.job(b.names, b.ready_s, c) for b, c in zip(best.facts.buckets, best.picked, strict=True)]
-        uniform = self.uniform([c for c in range(len(CANDIDATES)) if c == 0 or CANDIDATES[c].lossy <= lossy])
+        uniform = self.uniform([c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
         name, best_s = min(uniform.items(), key=lambda item: item[1])
         return {
             "auto": decision.reason,
@@ -222,36 +298,71 @@ class Point:
 
     def uniform(self, candidates: Sequence[int]) -> dict[str, float]:
         """Return the simulated step of every candidate alone, in buckets of every size named by hand."""
-        total = sum(p.numel() * 4 for p in self.shape.params.values())
-        found = {}
+        jobs = {
+            (self.candidates[c].said, said): made
+            for said, layouts in self.hand_cuts.items()
+            for c in candidates
+            if (made := self.jobs_of(c, layouts)) is not None
+        }
+        least, found = {key: self.least_s(made) for key, made in jobs.items()}, dict[str, float]()
+        for key in sorted(jobs, key=lambda one: least[one]):
+            if least[key] > min(found.values(), default=least[key]):
+                break  # what is left is longer
+            if key not in self.timed:
+                self.timed[key] = self.simulated(jobs[key])
+            found[", ".join(key)] = self.timed[key]
+        return found
+
+    def least_s(self, jobs: Sequence[Job]) -> float:
+        """Return what no step with `jobs` is shorter than: as if one link or one bucket were all that there is."""
+        sent, alone, backward_s = dict[str, float](), 0.0, OVERLAP * self.shape.compute_s / self.speedup
+        for job in jobs:
+            end_s = job.ready_s + sum(job.turns)
+            for one in job.messages:
+                link = self.links.levels[one.wire]
+                sent[one.wire] = sent.get(one.wire, 0.0) + one.nbytes / link.bytes_per_s
+                end_s += one.nbytes / link.bytes_per_s + one.hops * link.latency_s
+            alone = max(alone, end_s)
+        first_s = min(job.ready_s for job in jobs)
+        after_s = max(alone, *(first_s + s for s in sent.values()), first_s + sum(sum(job.turns) for job in jobs))
+        return (self.shape.compute_s / self.speedup - backward_s + max(backward_s, after_s)) * (1 - 1e-9)
+
+    @property
+    def hand_cuts(self) -> dict[str, tuple[Layout, ...]]:
+        """Return the buckets of every size named by hand, as equal as they come and tapered."""
+        if "hand" not in self.made:
+            self.made["hand"] = self._hand_cuts()
+        found: dict[str, tuple[Layout, ...]] = self.made["hand"]
+        return found
+
+    def _hand_cuts(self) -> dict[str, tuple[Layout, ...]]:
+        found, total = dict[str, tuple[Layout, ...]](), sum(p.numel() * 4 for p in self.shape.params.values())
         for size in sorted({min(total, s) for s in (1 << 20, 1 << 22, 1 << 24, HAND_BYTES, -(-total // 4), total)}):
-            layouts = partition(self.shape.params, bucket_bytes=size, at_least=1)
-            for c in candidates:
-                key = (CANDIDATES[c].said, size)
-                if key not in self.timed:
-                    if (jobs := self.jobs_of(c, layouts)) is None:
-                        continue
-                    self.timed[key] = self.simulated(jobs)
-                found[f"{key[0]}, {size / 2**20:.3g} MiB"] = self.timed[key]
+            for said, at_least in (("", 1), (" tapered", 4)):
+                layouts = partition(self.shape.params, bucket_bytes=size, at_least=at_least)
+                if layouts not in found.values():
+                    found[f"{size / 2**20:.3g} MiB{said}"] = layouts
         return found
 
     def jobs_of(self, c: int, layouts: Sequence[Layout]) -> list[Job] | None:
         """Return the jobs of a candidate in all buckets; all-reduce in those that it cannot serve, None if it does in
         none.
         """
-        served, jobs, exchange = False, list[Job](), ParameterRules.single(CANDIDATES[c].written)
-        times = bool(self.profile.encode_times(CANDIDATES[c], exchange).timed)  # none, where no sample can be served
+        served, jobs, exchange = False, list[Job](), built(self.candidates[c])
+        times = bool(
+            self.profile.encode_times(self.candidates[c], exchange).timed
+        )  # none, where no sample can be served
         for where in layouts:
             names = tuple(e.name for e in where.entries)
             ready = max(self.shape.ready_s[n] for n in names)
-            serves = times and self.profile.serves(CANDIDATES[c], where)
+            serves = times and self.profile.serves(self.candidates[c], where, exchange)
             served |= serves
-            jobs.append(self._job(where, ready / self.speedup, CANDIDATES[c if serves else 0]))
+            jobs.append(self._job(where, ready / self.speedup, self.candidates[c if serves else 0]))
         return jobs if served else None
 
     def job(self, names: Sequence[str], ready_s: float, c: int) -> Job:
         """Return the job of a bucket that auto has made."""
-        return self._job(Layout.of({n: self._tensor(n) for n in names}), ready_s, CANDIDATES[c])
+        return self._job(Layout.of({n: self._tensor(n) for n in names}), ready_s, self.candidates[c])
 
     def _tensor(self, name: str) -> Tensor:
         """Return a parameter, or the rows of one that `name` names."""
@@ -259,18 +370,29 @@ class Point:
         return self.shape.params[name] if part is None else self.shape.params[part.whole][part.start : part.stop]
 
     def _job(self, where: Layout, ready_s: float, candidate: Candidate) -> Job:
-        exchange, levels = ParameterRules.single(candidate.written), self.profile.pump.channel.levels
-        traffic = exchange.traffic(where, levels, 0)
-        messages = tuple(message_of(one, self.ranks) for one in traffic)
+        exchange = built(candidate)
+        key = candidate.said, where.entries
+        if key not in self.made:
+            self.made[key] = self._messages(exchange, where)
+        messages = self.made[key]
         turns_s = self.profile.encode_times(candidate, exchange).of(where.numel, len(messages) + 1)
         starts_s = (*(PRICE.of(one.nbytes) for one in messages), 0.0)  # on the host, however fast the device
         return Job(ready_s, tuple(s / self.speedup + own for s, own in zip(turns_s, starts_s, strict=True)), messages)
+
+    def _messages(self, exchange: Exchange, where: Layout) -> tuple[Message, ...]:
+        levels = self.profile.pump.channel.levels
+        peers = levels.groups["island"][0] if "island" in levels.groups else (0,)  # of whom some own more to send on
+        each = [[message_of(one, levels, rank) for one in exchange.traffic(where, levels, rank)] for rank in peers]
+        return tuple(max(turn, key=lambda one: one.nbytes) for turn in zip(*each, strict=True))
 
     def simulated(self, jobs: Sequence[Job], turns: Sequence[int] = ()) -> float:
         """Return the simulated seconds of a step; without turns, what is ready goes first."""
         step = simulate(
             jobs,
-            links={"all": Link(self.latency_s, self.bytes_per_s)},
+            links={
+                wire: Link(self.links.levels[wire].latency_s, self.links.levels[wire].bytes_per_s)
+                for wire in {"all", "island"} & set(self.links.levels)
+            },
             compute_s=self.shape.compute_s / self.speedup,
             backward_s=OVERLAP * self.shape.compute_s / self.speedup,
             stolen=1.0,
@@ -279,13 +401,24 @@ class Point:
         return step.step_s
 
 
-def message_of(one: Traffic, ranks: int) -> Message:
-    """Return the message of rank 0, which is a star's hub, by the simulator's own formulas."""
+_BUILT = dict[str, Exchange]()
+
+
+def built(candidate: Candidate) -> Exchange:
+    """Return the exchange of a candidate, built once."""
+    if candidate.said not in _BUILT:
+        _BUILT[candidate.said] = ParameterRules.single(candidate.written)
+    return _BUILT[candidate.said]
+
+
+def message_of(one: Traffic, levels: ProcessGroups, rank: int) -> Message:
+    """Return the message of `rank`, by the simulator's own formulas. Rank 0 is a star's hub."""
+    group, wire = levels.group(one.level, rank), "island" if one.level == "island" else "all"
     if one.splits is not None:
-        arriving = one.arriving or one.splits
-        return Message(max(sum(one.splits), sum(arriving)) * one.itemsize, 1)
+        me, arriving = group.index(rank), one.arriving or one.splits
+        return Message(max(sum(own) - own[me] for own in (one.splits, arriving)) * one.itemsize, 1, wire)
     of = {Collective.GATHER: gather, Collective.SHUFFLE: shuffle}.get(one.combine, ring)
-    (message,) = of(one.nbytes, ranks)
+    (message,) = of(one.nbytes, len(group), wire=wire)
     return message
 
 

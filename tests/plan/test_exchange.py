@@ -223,6 +223,7 @@ def test_facts_take_no_number_that_is_none(bad: float) -> None:
         "cpu_s": replace(option, turns_s=(0.0, bad)),
         "wire_s": replace(option, messages=(PricedMessage(bad),)),
         "loss": replace(option, loss=bad),
+        "start_s": replace(option, messages=(PricedMessage(0.2, start_s=bad),)),
     }
     for name, sick in sicknesses.items():
         bucket = BucketMeasurements(("w",), 10, 0.5, 1.0, (option, None, sick))

@@ -204,9 +204,9 @@ def test_prices_are_of_their_own_candidate(world) -> None:
 
 def test_sizes_of_buckets_are_tried_from_small_ones_to_all_gradients() -> None:
     wide = {"w": torch.empty(100 * MIB // 4, device="meta")}
-    assert link_use.sizes_of_buckets(wide, 1 << 30) == (MIB, 4 * MIB, 16 * MIB, 25 * MIB, 100 * MIB)
+    assert link_use.sizes_of_buckets(wide, 1 << 30) == (*(MIB, 4 * MIB, 16 * MIB, 25 * MIB, 50 * MIB, 100 * MIB),)
     assert link_use.sizes_of_buckets(wide, 8 * MIB) == (MIB, 4 * MIB, 8 * MIB), "none is larger than is allowed"
-    assert link_use.sizes_of_buckets({"w": torch.empty(10)}, 1 << 30) == (10, 40)
+    assert link_use.sizes_of_buckets({"w": torch.empty(10)}, 1 << 30) == (10, 20, 40)
     huge = {"w": torch.empty(1 << 36, device="meta")}
     assert link_use.sizes_of_buckets(huge, 1 << 28) == (1 << 28,), "thousands of buckets help nobody"
     assert link_use.sizes_of_buckets({}, MIB) == (1,)

@@ -177,6 +177,22 @@ def test_a_gradient_that_is_most_of_the_model_may_be_divided(monkeypatch: pytest
     assert names <= set(found) | {"small"}
 
 
+def test_gradients_are_cut_as_by_hand_too_and_no_way_to_cut_them_is_tried_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Among the cuts are 25 MiB, which is usual, half of all, and buckets that become smaller towards the end."""
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda one, where, levels, rank, occupied: (1e-3, 1e-3))
+    params = {f"w{n}": torch.empty(1 << 9, 1 << 9) for n in range(60)}  # 1 MiB each
+    rehearsal = StepProfile(0.3, 0.2, dict.fromkeys(params, 0.2), {n: torch.zeros(p.shape) for n, p in params.items()})
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)))
+    measured = ExchangeProfile.by(rehearsal, params, CANDIDATES[:1], pump, knows=False)
+    cuts = [[b.numel * 4 >> 20 for b in cut.buckets] for cut in measured.facts(LINKS, CANDIDATES[:1], 1 << 28)]
+    assert [25, 25, 10] in cuts and [30, 30] in cuts and [60] in cuts
+    assert [15, 15, 15, 7, 4, 2, 1, 1] in cuts, cuts
+    assert len(cuts) == len({tuple(cut) for cut in cuts})
+
+
 def adapting(*, every: int, window: int, waited: dict[str, float], chosen: list[Statistics]) -> AdaptiveCompression:
     """Of two parameters, whose gradient at a step is 10^step; the policy keeps what it is asked."""
     step = [0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
@@ -50,7 +51,18 @@ _FREE = MessagePrice()
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-_Asked: TypeAlias = tuple[int, bool]  # bytes of a bucket, and whether larger gradients are divided
+_Sent: TypeAlias = dict[int, tuple[Traffic, ...]]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A way to cut gradients into buckets: `nbytes` of one at most; whether larger gradients are divided by rows, and
+    whether buckets become smaller towards the end of the backward pass, as `partition` makes them where it is not told.
+    """
+
+    nbytes: int
+    divides: bool = False
+    tapers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,7 @@ class ExchangeProfile:
     _cuts: dict[_Asked, _Cut] = field(default_factory=dict)
     _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
+    _traffic: dict[tuple[str, _Groups, _Shapes, torch.dtype, float], _Sent] = field(default_factory=dict)
 
     @staticmethod
     def by(
@@ -166,12 +179,16 @@ class ExchangeProfile:
         gradient as large as two buckets may also be divided by rows; what is known of it holds for each part. All ranks
         must call it together.
         """
-        cuts = [(size, False) for size in sizes_of_buckets(self.params, largest)]
+        sizes = sizes_of_buckets(self.params, largest)
+        asked = [_Asked(size, tapers=tapers) for tapers in (False, True) for size in sizes]
         if divides:
-            cuts += [
-                (size, True) for size, _ in cuts if len(divided(self.params, bucket_bytes=size)) > len(self.params)
+            asked += [
+                _Asked(size, divides=True)
+                for size in sizes
+                if len(divided(self.params, bucket_bytes=size)) > len(self.params)
             ]
-        return tuple(self._facts(links, candidates, asked, price) for asked in cuts)
+        cuts = {self._cut(one).layouts: one for one in reversed(asked)}  # many are alike: the first of them
+        return tuple(self._facts(links, candidates, one, price) for one in asked if cuts[self._cut(one).layouts] is one)
 
     def _facts(
         self, links: Network, candidates: Sequence[Candidate], asked: _Asked, price: MessagePrice
@@ -185,12 +202,13 @@ class ExchangeProfile:
             occupied = self._occupied_of(where)
             shape = tuple(e.shape for e in where.entries), occupied
             options = list[Option | None]()
-            for column, prices in zip(columns, known, strict=True):
+            for candidate, column, prices in zip(candidates, columns, known, strict=True):
                 if (cell := column[b]) is None:
                     options.append(None)
                     continue
                 if shape not in prices:
-                    prices[shape] = _on_wire(cell.exchange, where, self.pump.channel.levels, links, occupied, price)
+                    by_rank = self._sent(candidate, cell.exchange, where, occupied)
+                    prices[shape] = priced(by_rank, self.pump.channel.levels, links, price)
                 messages, sent = prices[shape]
                 turns_s = cell.times.of(where.numel, len(messages) + 1)
                 options.append(Option(turns_s, messages, sent, cell.loss))
@@ -199,11 +217,20 @@ class ExchangeProfile:
             buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], weight, tuple(options)))
         return StepMeasurements(tuple(buckets), *self.times)
 
+    def _sent(self, candidate: Candidate, exchange: Exchange, where: Layout, occupied: float) -> _Sent:
+        """Return the messages by rank for a bucket like `where`, which are the same on all links."""
+        levels = self.pump.channel.levels
+        shapes = tuple(e.shape for e in where.entries)
+        key = told(candidate.written), tuple(sorted(levels.groups.items())), shapes, where.dtype, occupied
+        if key not in self._traffic:
+            self._traffic[key] = _traffic(exchange, where, levels, occupied)
+        return self._traffic[key]
+
     def _cut(self, asked: _Asked) -> _Cut:
         if asked not in self._cuts:
-            bucket_bytes, divides = asked
-            params = divided(self.params, bucket_bytes=bucket_bytes) if divides else self.params
-            layouts = _apart(partition(params, bucket_bytes=bucket_bytes, at_least=1), self.params)
+            params = divided(self.params, bucket_bytes=asked.nbytes) if asked.divides else self.params
+            cut = partition(params, bucket_bytes=asked.nbytes, **({} if asked.tapers else {"at_least": 1}))
+            layouts = _apart(cut, self.params)
             names = [f"{what} of bucket {b}" for what in ("|gradient|^2", "ready_s") for b in range(len(layouts))]
             mine = [sum(self._part(self.squares, e) for e in where.entries) for where in layouts]
             mine += [max(self.ready_s[self._whole(e.name)] for e in where.entries) for where in layouts]
@@ -231,7 +258,7 @@ class ExchangeProfile:
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), asked)
         if key not in self._columns:
             one = ParameterRules.single(candidate.written)
-            serving = [self.serves(candidate, where) for where in cut.layouts]
+            serving = [self.serves(candidate, where, one) for where in cut.layouts]
             if not any(serving):  # as all ranks find
                 return self._columns.setdefault(key, (None,) * len(serving))
             loss = gathered(self.pump.channel, self._loss(candidate, cut)).max(0).values.tolist()
@@ -247,7 +274,7 @@ class ExchangeProfile:
         levels, rank = self.pump.channel.levels, self.pump.channel.rank
         key = (told(candidate.written), tuple(sorted(levels.groups.items())))
         if key not in self._times:
-            layouts = [one for one in self._samples() if _serves(candidate, one, levels)]
+            layouts = [one for one in self._samples() if _serves(candidate, one, levels, exchange)]
             occupied = self._occupied_below(candidate.most_occupied)
             turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank, occupied) for one in layouts]
             most = max(map(len, turns), default=0)  # a bucket of vectors alone may need fewer messages
@@ -257,10 +284,10 @@ class ExchangeProfile:
             self._times[key] = EncodeTimes(tuple((numel, tuple(next(agreed) for _ in own)) for numel, own in timed))
         return self._times[key]
 
-    def serves(self, candidate: Candidate, where: Layout) -> bool:
-        """Return whether a candidate can and should serve a bucket; the same on all ranks."""
+    def serves(self, candidate: Candidate, where: Layout, exchange: Exchange) -> bool:
+        """Return whether a candidate, built as `exchange`, can and should serve a bucket; the same on all ranks."""
         is_sparse_enough = self._occupied_of(where) <= candidate.most_occupied
-        return is_sparse_enough and _serves(candidate, where, self.pump.channel.levels)
+        return is_sparse_enough and _serves(candidate, where, self.pump.channel.levels, exchange)
 
     def _occupied_of(self, where: Layout) -> float:
         """Return the part of a bucket that is not zero on some rank; 1 where nothing is known."""
@@ -301,7 +328,7 @@ class ExchangeProfile:
 
         All ranks must call it: they measure the encoding at the same time, and the slowest counts.
         """
-        inside, cut, rank = levels.only("island"), self._cut((bucket_bytes, False)), self.pump.channel.rank
+        inside, cut, rank = levels.only("island"), self._cut(_Asked(bucket_bytes)), self.pump.channel.rank
         near = links.model_copy(update={"levels": {"all": links.levels.get("island", links.levels["all"])}})
         buckets = tuple(
             BucketMeasurements((), w.numel, at, 0.0, ()) for w, at in zip(cut.layouts, cut.ready_s, strict=True)
@@ -330,13 +357,13 @@ def _largest(pump: CommThread, names: Sequence[str], mine: Sequence[float]) -> t
     return tuple(map(max, zip(*rows, strict=True)))
 
 
-def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups) -> bool:
+def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups, exchange: Exchange) -> bool:
     """Return whether a candidate can and should serve a bucket among these ranks, whatever part of it is zero."""
     ranks = max(map(len, levels.groups["all"]))
     if where.numel < candidate.least_numel or (candidate.hub and (ranks - 1) * where.nbytes > LARGEST_BUCKET_BYTES):
         return False
     try:
-        ParameterRules.single(candidate.written).check(where, levels)
+        exchange.check(where, levels)
     except BadInput:
         return False
     return True

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from gossamer.spec.network import Network
+from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.spec.statistics import Paths
 
 LARGEST_BUCKET_BYTES = 1 << 28  # an exchange may need as much memory again
-_BUCKET_BYTES = (1 << 20, 1 << 22, 1 << 24)  # and a quarter of the gradients, and all
+_BUCKET_BYTES = (1 << 20, 1 << 22, 1 << 24, BUCKET_BYTES)  # and a quarter of the gradients, half of them, and all
 _MOST_BUCKETS = 4096
 
 
@@ -20,7 +21,7 @@ def sizes_of_buckets(params: Mapping[str, Tensor], largest: int) -> tuple[int, .
     Small buckets overlap better and can have an exchange each; large ones wait for fewer latencies.
     """
     total = max(1, sum(p.numel() * p.element_size() for p in params.values()))
-    sizes = {min(size, largest, total) for size in (*_BUCKET_BYTES, -(-total // 4), total)}
+    sizes = {min(size, largest, total) for size in (*_BUCKET_BYTES, -(-total // 4), -(-total // 2), total)}
     return tuple(size for size in sorted(sizes) if total <= size * _MOST_BUCKETS) or (min(largest, total),)
 
 

@@ -48,6 +48,9 @@ def message_price(pump: CommThread, link: Link, device: torch.device) -> Message
     mine = [_beside_work(pump, one, _count(pump, one)) for one in made]
     sent = sum(sent_bytes(Collective.SUM, 4 * large, 4, group, channel.rank).values())
     start_s, large_s, moved = gathered(channel, [*mine, sent]).max(0).values.tolist()
+    start_s = max(
+        0.0, start_s
+    )  # a difference of two clocks may come out below zero where a message takes next to nothing
     return MessagePrice(start_s=start_s, byte_s=max(0.0, large_s - start_s) / max(1, moved))
 
 

@@ -137,10 +137,11 @@ def _check_bucket(bucket: BucketMeasurements, place: int) -> None:
     for name in ("ready_s", "weight"):
         check_finite(f"{name} of bucket {place}", getattr(bucket, name))
     for number, option in enumerate(bucket.options):
-        if option is None or math.isfinite(option.cpu_s + option.wire_s + option.sent_bytes + option.loss):
+        if option is None or math.isfinite(sum(option.thread_s) + option.wire_s + option.sent_bytes + option.loss):
             continue
         for name in ("cpu_s", "wire_s", "sent_bytes", "loss"):
             check_finite(f"{name} of candidate {number} for bucket {place}", getattr(option, name))
+        check_finite(f"start_s of candidate {number} for bucket {place}", sum(one.start_s for one in option.messages))
 
 
 def check_finite(name: str, value: float, where: str = "") -> None:

@@ -93,7 +93,11 @@ class Mixture:
         """Return the length of the step."""
         return self.schedule.step_s
 
-    @property
+    def step_or_bound_s(self, limit_s: float) -> float:
+        """Return the length of the step, or a lower bound of it that is above `limit_s` already."""
+        return self.least_s if self.least_s > limit_s else self.step_s
+
+    @cached_property
     def _jobs(self) -> list[Job]:
         return [job for low, high, column in self._spans() for job in column.jobs[low:high]]
 
@@ -156,7 +160,7 @@ def _mixed(start: Mixture, columns: Sequence[Column]) -> Iterator[Mixture]:
         tried = sorted({end * bar // _BARS for bar in range(1, _BARS + 1)})
         width = max(1, end // _BARS)
         while tried:
-            times = {at: Mixture(few.facts, ((0, early), (at, late))).step_s for at in tried}
+            times = {at: Mixture(few.facts, ((0, early), (at, late))).step_or_bound_s(best_s) for at in tried}
             at = min(times, key=lambda place: times[place])
             if times[at] < best_s:
                 best_s, best = times[at], Mixture(start.facts, ((0, mild), (few.starts[at], harsh)))
@@ -202,7 +206,7 @@ def _begun(mixture: Mixture, place: int, mild: Column, limit_s: float) -> Mixtur
     while low < high:
         at = (low + high + 1) // 2
         tried = Mixture(mixture.facts, (*before, (begin, mild), (at, column), *after))
-        if tried.step_s <= limit_s:
+        if tried.step_or_bound_s(limit_s) <= limit_s:
             low, found = at, tried
         else:
             high = at - 1

@@ -41,8 +41,9 @@ def _tasks(facts: StepMeasurements, chosen: Sequence[Option], scheduled: SendSch
             one = option.messages[turn - 1]
             parts, first = min(one.hops, most), turn == 1 and not hops[bucket]
             sent = option.sent_bytes if first else 0  # of the whole exchange, counted once
-            late = one.latency_s * one.hops / parts
-            yield TimedTask(wire(one.link), one.busy_s / parts, latest[bucket], latency_s=late, sent_bytes=sent)
+            late, freed = one.latency_s * one.hops / parts, scheduled.after.get(number - 1)
+            after = latest[bucket] if freed is None else (*latest[bucket], freed + 1)
+            yield TimedTask(wire(one.link), one.busy_s / parts, after, latency_s=late, sent_bytes=sent)
             hops[bucket] += 1
         latest[bucket] = (number,)
 
