@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput, bad_input
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T")
+_HINTS: WeakKeyDictionary[type[Any], Mapping[str, Any]] = WeakKeyDictionary()
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
 
 
@@ -105,13 +107,13 @@ def _below(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-@cache
 def _hints(cls: type[Any]) -> Mapping[str, Any]:
-    """Return the annotations of a method's class, evaluated."""
-    return get_type_hints(cls)
+    """Return the annotations of a method's class, evaluated once."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
-@cache
 def _inner(cls: type[Any]) -> Mapping[str, Registry[Any]]:
     """Return the parameters of a method that are methods themselves, each with its registry."""
     assert is_dataclass(cls), f"{cls} is no dataclass: a method's fields are its whole configuration"
