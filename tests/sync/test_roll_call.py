@@ -14,7 +14,7 @@ from gossamer.spec.errors import BadInput
 from gossamer.sync._quorum import quorum_timed_out
 from pool import Pool
 
-PLAIN: dict[str, Any] = {"diloco": {"sync_every": 4, "outer_optimizer": "average", "straggler_timeout_s": 0.3}}
+PLAIN: dict[str, Any] = {"diloco": {"sync_every": 4, "outer_optimizer": "average", "straggler_timeout_s": 1.0}}
 LATE: dict[str, dict[str, Any]] = {
     "local_sgd": {"local_sgd": {"sync_every": 4, "straggler_timeout_s": 0.3}},
     "diloco": {"diloco": {"sync_every": 4, "straggler_timeout_s": 0.3}},
