@@ -13,6 +13,7 @@ value is used for anything but the parameter itself, the constructor is not simp
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -109,18 +110,36 @@ def registered() -> Iterator[Callable[[nn.Module], list[str]]]:
 
 
 def _run(build: Build, constructor: ConstructorTrace) -> MetaModel:
+    with _older_objects_apart():
+        try:
+            with constructor.watching():
+                module = build()
+        except Exception as error:
+            cause = error.__cause__ or error
+            said = f"the constructor fails without the values of parameters ({type(cause).__name__}: {cause})"
+            finding = constructor.finding or ConstructorFinding(said.replace("{", "(").replace("}", ")"))
+            raise NotSimple(finding) from error
+        order, tape = constructor.order(module), constructor.tape
+        constructor.check(module)
+        _fill(module)
+        constructor.check_left(module)
+        return MetaModel(module, order, tape, constructor.is_loaded)
+
+
+@contextmanager
+def _older_objects_apart() -> Iterator[None]:
+    """Keep what is there already from the garbage collector: what is left of a trace is looked for among all objects.
+
+    A process with torch and transformers has half a million. Where somebody has frozen objects, these stay frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
     try:
-        with constructor.watching():
-            module = build()
-    except Exception as error:
-        cause = error.__cause__ or error
-        said = f"the constructor fails without the values of parameters ({type(cause).__name__}: {cause})"
-        raise NotSimple(constructor.finding or ConstructorFinding(said.replace("{", "(").replace("}", ")"))) from error
-    order, tape = constructor.order(module), constructor.tape
-    constructor.check(module)
-    _fill(module)
-    constructor.check_left(module)
-    return MetaModel(module, order, tape, constructor.is_loaded)
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _fill(module: nn.Module) -> None:
