@@ -463,6 +463,27 @@ class Averaging(nn.Module):
         return logits
 
 
+class Labelled(nn.Module):
+    """A model of transformers whose loss counts the first label of a sequence too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers
+
+        small = {"vocab_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        if kind == "t5":
+            shape = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+            config = transformers.T5Config(vocab_size=16, dropout_rate=0.0, decoder_start_token_id=0, **shape)
+            self.inner = transformers.T5ForConditionalGeneration(config)
+        else:
+            shape = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.inner = transformers.BertForMaskedLM(transformers.BertConfig(**small, **shape))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
 def train(
     seat: Seat,
     *,
@@ -509,6 +530,8 @@ def train(
         "wordless": Wordless,
         "late": Late,
         "averaging": Averaging,
+        "t5": lambda: Labelled("t5"),
+        "bert": lambda: Labelled("bert"),
         "masking": Masking,
         "counting": Counting,
         "telling": Telling,

@@ -177,7 +177,7 @@ STAGES = {"mesh": {"pipe": 2}, "cuts": [0, 2]}
     ("ranks", "plan"),
     [
         (2, {**STAGES, "savers": ["recompute"]}),
-        (2, {"sharding": "zero3"}),
+        pytest.param(2, {"sharding": "zero3"}, marks=pytest.mark.nightly),
         pytest.param(2, STAGES, marks=pytest.mark.nightly),
         pytest.param(4, {**STAGES, "mesh": {"pipe": 2, "replica": 2}}, marks=pytest.mark.nightly),
         pytest.param(2, {"sync": {"local_sgd": {"sync_every": 2}}}, marks=pytest.mark.nightly),
