@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import gossamer
 from gossamer.run.buffer_rollback import SMALL_BYTES, BufferRollback
+from gossamer.spec.errors import StepRejected
 from gossamer.store.checkpoint import latest_good
 
 
@@ -125,14 +126,19 @@ def test_what_does_not_change_is_copied_once() -> None:
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    def __init__(self, bad: int = -1) -> None:
+    """Of ones; row `bad` is nan, all are with None."""
+
+    def __init__(self, bad: int | None = -1) -> None:
         self.bad = bad
 
     def __len__(self) -> int:
         return 32
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((4,), float("nan") if index == self.bad else 1.0), "labels": torch.tensor(index % 2)}
+        return {
+            "x": torch.full((4,), float("nan") if self.bad in (None, index) else 1.0),
+            "labels": torch.tensor(index % 2),
+        }
 
 
 class Normed(nn.Module):
@@ -161,6 +167,11 @@ def test_a_skipped_batch_leaves_no_trace_in_running_statistics(policy: str, tmp_
     model = trained(Normed(), Rows(bad=5), tmp_path, on_nonfinite=policy)
     assert int(model.norm.num_batches_tracked) == int(model.count) == 14, "two micro-batches of seven steps"
     torch.testing.assert_close(model.norm.running_mean, torch.full((4,), 1 - 0.9**14))
+
+
+def test_a_batch_that_ends_the_run_is_named_and_not_what_it_left(tmp_path: Path) -> None:
+    with pytest.raises(StepRejected, match="has values in x that are not finite"):
+        trained(Normed(), Rows(bad=None), tmp_path, on_nonfinite="stop")
 
 
 def test_a_step_made_again_counts_once(tmp_path: Path) -> None:
