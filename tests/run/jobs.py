@@ -427,6 +427,63 @@ class Late(Marks):
         return logits
 
 
+class AveragingBlock(nn.Module):
+    """A block with batch norm, and a count in a buffer that `total` may share with another block."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(12, 12), nn.BatchNorm1d(12)
+        self.register_buffer("total", total)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.total += 1
+        return x + torch.tanh(self.norm(self.inner(x).flatten(0, 1)).view_as(x))
+
+
+class Averaging(nn.Module):
+    """Buffers that are written in place, replaced and shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 12), nn.Linear(12, 16)
+        totals = [torch.zeros(()), torch.zeros(())]
+        self.layers = nn.ModuleList(AveragingBlock(totals[n // 2]) for n in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, input_ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        start = x = self.embed(input_ids) * scale[:, None, None]
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        if self.training:
+            self.mean.lerp_(start.detach().mean((0, 1)), 0.1)
+            self.seen = 0.9 * self.seen + 0.1 * logits.detach().mean()
+        return logits
+
+
+class Labelled(nn.Module):
+    """A model of transformers whose loss counts the first label of a sequence too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        import transformers
+
+        small = {"vocab_size": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        if kind == "t5":
+            shape = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+            config = transformers.T5Config(vocab_size=16, dropout_rate=0.0, decoder_start_token_id=0, **shape)
+            self.inner = transformers.T5ForConditionalGeneration(config)
+        else:
+            shape = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.inner = transformers.BertForMaskedLM(transformers.BertConfig(**small, **shape))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
 def train(
     seat: Seat,
     *,
@@ -472,6 +529,9 @@ def train(
         "branches": Branches,
         "wordless": Wordless,
         "late": Late,
+        "averaging": Averaging,
+        "t5": lambda: Labelled("t5"),
+        "bert": lambda: Labelled("bert"),
         "masking": Masking,
         "counting": Counting,
         "telling": Telling,

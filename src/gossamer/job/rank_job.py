@@ -36,6 +36,7 @@ from gossamer.run.checkpoint import trainable
 from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
+from gossamer.run.label_count import LabelCount
 from gossamer.run.parts import Parts
 from gossamer.run.reference import ReferencePass
 from gossamer.run.start_checks import check_agreement, check_before_start, fingerprint
@@ -75,6 +76,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         job = _referenced(job, engine, pump, sink)
         job, engine = taught(job, engine, pump, sink, ending)
         engine = taught_by_experts(job, engine, pump, sink, ending)
+        engine = _counted(job, engine, pump, sink)
         parts, exchanger = _planned(job, engine, pump, sink)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(
@@ -212,6 +214,18 @@ def _referenced(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink
         tell=lambda message: sink(records.Event(level="info", message=message)),
     )
     return replace(job, parts=asked.made())
+
+
+def _counted(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -> ModelRuntime:
+    """Return the engine with a loss that counts the labels as the model's own loss does."""
+    told = LabelCount(
+        parts=job.parts,
+        engine=engine,
+        pump=pump,
+        at=job.at,
+        tell=lambda message: sink(records.Event(level="warning", message=message)),
+    )
+    return told.measured()
 
 
 def _keep(job: RankJob, sink: Sink) -> None:

@@ -40,8 +40,17 @@ class NextToken(Loss):
         return mean_cross_entropy(logits.flatten(0, 1), shifted.flatten())
 
     def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")  # (B, T, V)
-        labels = labels_of(batch, self.labels)
+        labels = self.labels_in(batch)
+        return self.logits_in(output, batch), F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # they move: logits are larger
+
+    def labels_in(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the labels of a batch, (B, T) int64. Raises BadInput without any."""
+        return labels_of(batch, self.labels)
+
+    def logits_in(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of an output, (B, T, V). Raises BadInput where there is none for each label."""
+        logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")
+        labels = self.labels_in(batch)
         if logits.shape[:2] != labels.shape:
             raise bad_input(
                 wanted=f"logits (batch, sequence, vocabulary) for labels {tuple(labels.shape)}",
@@ -49,7 +58,7 @@ class NextToken(Loss):
                 do="return one row of logits per input token",
                 key="model",
             )
-        return logits, F.pad(labels[:, 1:], (0, 1), value=IGNORE)  # labels move, not the far larger logits
+        return logits
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return (labels_of(batch, self.labels)[:, 1:] != IGNORE).sum()
+        return (self.labels_in(batch)[:, 1:] != IGNORE).sum()

@@ -31,6 +31,7 @@ from gossamer.run.adversarial_step import (
     perturbed_inputs,
 )
 from gossamer.run.batches import Feed, moved
+from gossamer.run.buffer_rollback import BufferRollback
 from gossamer.run.checkpoint import contents_of, trainable
 from gossamer.run.companion import Companion
 from gossamer.run.engine import holdings_of, pieces_of, pipeline_of
@@ -131,11 +132,19 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
         probing = sync.ZerothOrderRank(recipe.sync.probe, params, truth, replica, config.train.seed)
         descent = _zeroth_order(given, stages, probing, rule.lr)
     outer = _outer_steps(given, rule, states, replica, apart)
-    return _trainer(given, stages, descent, outer, feed, scaling)
+    statistics = [] if attacked is None else [dict[str, Tensor | None](attacked.statistics)]
+    buffers = BufferRollback.of(parts.module, statistics)
+    return _trainer(given, stages, buffers, descent, outer, feed, scaling)
 
 
 def _trainer(
-    given: _Inputs, stages: RankStages, descent: StepAlgorithm, outer: OuterSteps, feed: Feed, scaling: LossScale
+    given: _Inputs,
+    stages: RankStages,
+    buffers: BufferRollback,
+    descent: StepAlgorithm,
+    outer: OuterSteps,
+    feed: Feed,
+    scaling: LossScale,
 ) -> Trainer:
     """Compose the trainer of its parts."""
     parts, recipe, around, train = given.parts, given.recipe, given.around, given.parts.config.train
@@ -161,6 +170,7 @@ def _trainer(
         feed=feed,
         attempts=StepAttempts(
             stages=stages,
+            buffers=buffers,
             descent=descent,
             replica=replica,
             states=states,

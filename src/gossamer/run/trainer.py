@@ -189,6 +189,8 @@ class Trainer:
         while True:
             task, attempt, agreement = self.attempts.attempt(step, pieces, self.goal)
             verdict = self.nonfinite.judge(agreement)
+            if verdict is not NonFiniteAction.COMMIT and (said := self.attempts.undo()):
+                self.reports.tell("warning", step, said, agreement)
             if verdict is not NonFiniteAction.RETRY:
                 return JudgedStep(task, attempt, agreement, verdict)
             said = f"{why_rejected(agreement)}: the step is tried again"
@@ -197,12 +199,12 @@ class Trainer:
     def _advice(self, done: JudgedStep) -> str:
         """Return advice about a step that stops the run."""
         step, pieces = done.task.window.step, done.task.pieces
-        return self.nonfinite.advice(
-            done.task,
-            done.agreement,
-            updates=self.progress.updates,
-            again=lambda: self.attempts.attempt(step, pieces, self.goal),
-        )
+
+        def again() -> None:
+            self.attempts.attempt(step, pieces, self.goal)
+            self.attempts.undo()
+
+        return self.nonfinite.advice(done.task, done.agreement, updates=self.progress.updates, again=again)
 
     def _finish(self, done: JudgedStep) -> None:
         """Commit or reject a step."""
