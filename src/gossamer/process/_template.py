@@ -117,8 +117,8 @@ def serve(channel: socket.socket, supervisor: int, modules: Sequence[str]) -> No
 
 def _why_not_forked(channel: int) -> str:
     """Return what imports left that a fork lacks (threads) or shares with all others (descriptors), "" for nothing."""
-    if threading.active_count() > 1:
-        return f"imports left threads: {', '.join(thread.name for thread in threading.enumerate())}"
+    if others := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
+        return f"imports left threads: {', '.join(others)}"
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
