@@ -260,6 +260,21 @@ def test_bytes_that_are_others_are_not_kept(tmp_path: Path, unix: None) -> None:
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_folder_sent_halfway_is_not_there(tmp_path: Path, unix: None) -> None:
+    """Nor is what a former attempt left beside it, where this host was killed."""
+    (tmp_path / ".02.partial").mkdir()
+    (tmp_path / ".02.partial" / "x").write_text("of a former attempt")
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        line = HostSockets(others={0: theirs}, hostnames=HOSTS[:2], host=1, shared=False)
+        digest = hashlib.sha256(b"12345678").hexdigest()
+        ours.sendall(write_line(FolderOffer(files=(OfferedFile(name="x", bytes=8, sha256=digest),))) + b"1234")
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerLost, match="host a left between phases"):
+            line.give(tmp_path / "02")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_host_that_left_is_named(unix: None) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with theirs:
