@@ -37,7 +37,7 @@ class Template:
     """
 
     def __init__(self, modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO) -> None:
-        self.program, self._is_ready, self._process = modules[0], False, None
+        self._is_ready, self._process = False, None
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             if can_split(modules):
