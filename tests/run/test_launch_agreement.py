@@ -179,6 +179,34 @@ def test_a_folder_reaches_hosts_with_disks_of_their_own(tmp_path: Path, unix: No
         assert everywhere(lines, agreed) == [(None, "on")] * 3
     assert (folders[2] / "model.safetensors").stat().st_ino == kept, "what is there is not sent again"
     assert [one.name for one in (tmp_path / "b" / "starts").iterdir()] == ["02"]
+    (folders[1] / "model.safetensors.index.json").write_text("a reader takes this one first")
+    with hosts() as lines:
+        assert everywhere(lines, agreed) == [(None, "on")] * 3
+    assert contents(folders[1]) == contents(folders[0])
+
+
+@pytest.mark.parametrize("name", ["a folder", "sub", "model\u00fc.bin"])
+def test_what_cannot_be_sent_is_refused_rather_than_left_out(tmp_path: Path, unix: None, name: str) -> None:
+    (tmp_path / name).mkdir() if name == "sub" else (tmp_path / name).write_text("")
+    (tmp_path / ".nfs0001").write_text("")
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        ours.sendall(write_line(Word()))
+        line = HostSockets(others={1: theirs}, hostnames=HOSTS[:2], host=0, shared=False)
+        with pytest.raises(RunFailed, match=f"{name} does not go to other hosts"):
+            line.give(tmp_path)
+
+
+def test_the_error_of_the_first_is_raised_where_the_store_is_gone() -> None:
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe")
+
+    line = RankStore(Gone(), 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="no room"):
+        Agreement(line).agreed(refuse(BadInput("no room")))
+    with pytest.raises(PeerLost, match="Broken pipe"):
+        Agreement(line).agreed(lambda: "on")
 
 
 def test_a_host_that_cannot_write_says_so_and_all_hear_it(tmp_path: Path, unix: None) -> None:
@@ -229,6 +257,21 @@ def test_bytes_that_are_others_are_not_kept(tmp_path: Path, unix: None) -> None:
         digest = hashlib.sha256(b"right").hexdigest()
         ours.sendall(write_line(FolderOffer(files=(OfferedFile(name="x", bytes=5, sha256=digest),))) + b"wrong")
         assert "with other bytes than host 0 has" in str(line.give(tmp_path / "02"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_sent_halfway_is_not_there(tmp_path: Path, unix: None) -> None:
+    """Nor is what a former attempt left beside it, where this host was killed."""
+    (tmp_path / ".02.partial").mkdir()
+    (tmp_path / ".02.partial" / "x").write_text("of a former attempt")
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        line = HostSockets(others={0: theirs}, hostnames=HOSTS[:2], host=1, shared=False)
+        digest = hashlib.sha256(b"12345678").hexdigest()
+        ours.sendall(write_line(FolderOffer(files=(OfferedFile(name="x", bytes=8, sha256=digest),))) + b"1234")
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerLost, match="host a left between phases"):
+            line.give(tmp_path / "02")
     assert not [*tmp_path.iterdir()]
 
 

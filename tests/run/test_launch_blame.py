@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+from gossamer.launch.control_channel import Done, RankFailed
 from gossamer.launch.failure_report import Dated, RankFailure, cause_of_exit, find_root_cause, format_report
-from gossamer.process import PEER_LOST, Liveness, Position, left_standing, stalled
+from gossamer.launch.supervisor import Site, Supervisor
+from gossamer.launch.worker_group import Limits
+from gossamer.process import PEER_LOST, EventLoop, Liveness, Position, left_standing, stalled
 
 
 def failure(rank: int, **given: object) -> RankFailure:
@@ -150,3 +156,33 @@ def test_the_place_in_the_users_code_stands_under_the_cause() -> None:
     found = find_root_cause([dated(1.0, 1, exit_code=3, cause="ValueError: no", place="net.py:12 in forward")])
     rows = [row.strip("| ") for row in format_report(found, rundir=Path("runs/x")).splitlines()]
     assert rows[rows.index("likely cause        ValueError: no") + 1] == "at net.py:12 in forward"
+
+
+def test_a_host_whose_workers_are_not_there_yet_hears_that_another_has_failed(tmp_path: Path) -> None:
+    """It waits no longer for what its workers are copied from, however long that takes to import."""
+    failed = failure(1, host=1, hostname="b", cause="no such data", exit_code=3)
+    heard = [[], [(1, RankFailed(failure=failed))], [(1, Done(exit_codes=(3,)))]]
+    waited: list[bool] = []
+
+    def start(jobs: object, *, imports: object, may_wait: Callable[[], bool]) -> None:
+        while len(waited) < 50 and may_wait():
+            waited.append(True)
+
+    crew = SimpleNamespace(
+        start=start, judge=lambda: ([], []), reap=lambda stop: [], pulses=(), is_over=True, exit_codes=(), sealed=None,
+        forgive=lambda pause_s: None, owns=lambda rank: False, end=lambda: None, kill=lambda: None,
+    )  # fmt: skip
+    line = SimpleNamespace(
+        received=lambda: heard.pop(0) if heard else [],
+        send=lambda *said, **more: None,
+        others={1},
+        heard_s={1: math.inf},
+    )
+    site = Site(rundir=tmp_path, host=0, hostnames=("a", "b"), say=print, tick=lambda: None)
+    loop = EventLoop()
+    try:
+        end = Supervisor(site, crew, line, loop=loop, limits=Limits()).run([])  # type: ignore[arg-type]
+    finally:
+        loop.close()
+    assert len(waited) == 1
+    assert end.exit_code == 3 and end.blame is not None and end.blame.first == failed

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import nn
 
 import gossamer
-from gossamer.spec.errors import BadInput
+from gossamer.api import phased_run
+from gossamer.api.launcher import Launcher
+from gossamer.api.phase_runner.hosts import HostsRunner
+from gossamer.spec.errors import BadInput, Interrupted
 from gossamer.store.start_folder import StartFolder
+from gossamer.view.run_directory import RunDirectory
 
 MODEL: dict[str, Any] = {
     "hf": "llama",
@@ -81,3 +87,55 @@ def test_what_other_processes_cannot_get_is_refused(
 def test_a_plan_of_a_module_has_no_phases(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="2 phases in a program"):
         gossamer.plan(nn.Linear(2, 2), sections(tmp_path))
+
+
+class Stopped:
+    """A runner whose process was asked to stop as the phase with this number was done."""
+
+    is_first = True
+
+    def __init__(self, as_done: int) -> None:
+        self.as_done, self.trained = as_done, 0
+
+    def agreed(self, make: Callable[[], str]) -> str:
+        if self.trained >= self.as_done:
+            raise Interrupted("stopped between phases")
+        return make()
+
+    def train(self, phase: Any, *, resume: bool) -> bool:
+        self.trained += 1
+        return self.trained >= self.as_done
+
+
+@pytest.mark.parametrize("as_done", [1, 2])
+def test_a_stop_as_the_last_phase_is_done_changes_nothing(monkeypatch: pytest.MonkeyPatch, as_done: int) -> None:
+    """A stop as another is done says how to go on."""
+    monkeypatch.setattr(phased_run, "_prepare", lambda phase, before: "")
+    monkeypatch.setattr(phased_run, "_standing", lambda phase: "new")
+    monkeypatch.setattr(phased_run, "_told", lambda directory, phases: {"outcome": "done"})
+    phases = [SimpleNamespace(name=name, number=n, start=None, is_begun=False) for n, name in enumerate("ab", start=1)]
+    runner, directory = Stopped(as_done), RunDirectory(Path("runs/x"))
+    if as_done == 2:
+        assert phased_run._run(runner, directory, phases) == {"outcome": "done"}  # type: ignore[arg-type]
+    else:
+        with pytest.raises(Interrupted, match=r"stopped in phase a, number 1 of 2.* gossamer resume runs/x"):
+            phased_run._run(runner, directory, phases)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("host", "shared", "is_left"), [(0, True, False), (1, True, True), (1, False, False)])
+def test_the_holder_alone_undoes_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: int, shared: bool, is_left: bool
+) -> None:
+    """Two hosts that both restore one folder may have seen different contents before."""
+    directory = RunDirectory(tmp_path / "run")
+    monkeypatch.setattr(HostsRunner, "agreed", lambda self, make: directory.path.mkdir())
+    monkeypatch.setattr(Launcher, "met", lambda self, node, prepare: fail())
+    line = SimpleNamespace(is_first=host == 0, shared=shared, host=host)
+    runner = HostsRunner(SimpleNamespace(rank=host), line)  # type: ignore[arg-type]
+    with pytest.raises(BadInput):
+        runner.train(SimpleNamespace(directory=directory, config=None), resume=False)  # type: ignore[arg-type]
+    assert directory.path.exists() == is_left
+
+
+def fail() -> NoReturn:
+    raise BadInput("no such data")

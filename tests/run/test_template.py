@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from gossamer.process import Command, EventLoop, OrphanReaper, Worker
 from gossamer.process.spawn import process_state
 from gossamer.process.starter import ForkedStarter, FreshStarter, Starter, starter_of
-from gossamer.process.template import Template, TemplateLost
+from gossamer.process.template import Template, TemplateLost, can_split
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are of Linux")
 
@@ -184,6 +186,108 @@ def test_workers_do_not_wait_for_a_template_that_is_closed(program: Path) -> Non
     ((code, log),) = end_of(starter, one)
     assert code == 0
     assert json.loads(log)["importer"] == json.loads(log)["pid"]
+
+
+@pytest.mark.parametrize(
+    ("imports", "said"),
+    [
+        ("from threading import *; Thread(target=Event().wait, name='a library', daemon=True).start()", "a library"),
+        (
+            "from ctypes import *; c = CDLL(None); c.pthread_create(byref(c_ulong()), None, c.pause, None)",
+            "native threads: 1",
+        ),
+        ("LOG = open('of_a_library', 'w')", "of_a_library"),
+    ],
+    ids=["thread", "native thread", "file"],
+)
+def test_imports_that_leave_what_no_fork_has_are_not_copied(program: Path, imports: str, said: str) -> None:
+    """A thread would be missing in the copies, perhaps with a lock that it holds; an open file would be closed."""
+    (program / "busy_imports.py").write_text(imports + "\n")
+    one = job(program, "tell")
+    ((code, log),) = end_of(ready(ForkedStarter(one, ["busy_imports"])), one)
+    why, told = log.splitlines()
+    assert code == 0
+    assert "each process imports for itself" in why and said in why
+    assert json.loads(told)["importer"] == json.loads(told)["pid"]
+
+
+@pytest.mark.nightly
+def test_threads_that_a_library_ends_before_a_fork_do_not_count(program: Path) -> None:
+    (program / "told.py").write_text(PROGRAM.replace("import shared_imports", "import numpy, shared_imports"))
+    one = job(program, "tell")
+    one = replace(one, env={**one.env, "OPENBLAS_NUM_THREADS": "3"})
+    ((code, log),) = end_of(ready(ForkedStarter(one)), one)
+    assert code == 0, log
+    assert json.loads(log)["importer"] != json.loads(log)["pid"]
+
+
+@pytest.mark.nightly
+def test_copies_draw_other_numbers(program: Path) -> None:
+    """As interpreters do, each of which asks the system as it starts."""
+    (program / "told.py").write_text(
+        "import json, multiprocessing, random, numpy\n"
+        "print(json.dumps([random.random(), numpy.random.rand(), multiprocessing.current_process().authkey.hex()]))\n"
+    )
+    jobs = [job(program, "", rank=rank) for rank in range(2)]
+    first, second = (json.loads(log.splitlines()[-1]) for _, log in end_of(ready(ForkedStarter(jobs[0])), *jobs))
+    assert len(first) == 3 and not set(first) & set(second)
+
+
+@pytest.mark.nightly
+def test_signals_that_were_ignored_stay_so(program: Path) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        one = job(program, "tell")
+        ((_, log),) = end_of(ready(ForkedStarter(one)), one)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert json.loads(log)["handlers"]["SIGHUP"] == str(signal.SIG_IGN)
+    assert json.loads(log)["handlers"]["SIGTERM"] == str(signal.SIG_DFL)
+
+
+def test_nobody_waits_for_a_stopped_template(program: Path) -> None:
+    (program / "slow_imports.py").write_text("import time\ntime.sleep(600)\n")
+    one = job(program, "tell")
+    starter = ForkedStarter(one, ["slow_imports"])
+    assert starter._template is not None and not starter.is_ready()
+    os.kill(starter._template._pid, signal.SIGSTOP)
+    ((code, _),) = end_of(ready(starter), one)
+    assert code == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("adopts", [0, 1])
+def test_a_program_that_adopts_orphans_goes_on_to(program: Path, adopts: int) -> None:
+    prctl, found = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(36, adopts, 0, 0, 0)
+    try:
+        one = job(program, "exit", "0")
+        end_of(ready(ForkedStarter(one)), one)
+        prctl(37, ctypes.byref(found), 0, 0, 0)
+    finally:
+        prctl(36, 0, 0, 0, 0)
+    assert found.value == adopts
+
+
+@pytest.mark.nightly
+def test_what_hinders_a_copy_before_its_program_is_in_its_log(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = job(program, "tell")
+    starter = ready(ForkedStarter(one))
+    monkeypatch.setattr(os, "getcwd", lambda: "/no/such/folder")
+    ((code, log),) = end_of(starter, one)
+    assert code == 1
+    assert "FileNotFoundError" in log and "/no/such/folder" in log
+
+
+def test_a_program_of_ones_own_is_never_forked(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have set torch's defaults, or registered what is to be done at its exit."""
+    assert not can_split(["json"])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "gossamer.process._template_main", "5"])
+    monkeypatch.setattr(os, "listdir", lambda path: ["1"])
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    assert can_split(["json"])
+    assert not can_split(["json", "no_such_module"])
 
 
 def test_a_lost_template_is_said(program: Path) -> None:

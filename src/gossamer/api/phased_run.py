@@ -287,16 +287,17 @@ def _run(runner: PhaseRunner, directory: RunDirectory, phases: Sequence[Phase]) 
     """Run the phases that are not done; return the summary of the last with the figures of all."""
     for index, phase in enumerate(phases):
         after = phases[index + 1] if index + 1 < len(phases) else None
-        if runner.agreed(lambda: "past" if after is not None and after.is_begun else "") == "past":  # noqa: B023
-            if runner.is_first:
-                _say_unchanged(phase)
-            continue
         try:
+            if runner.agreed(lambda: "past" if after is not None and after.is_begun else "") == "past":  # noqa: B023
+                if runner.is_first:
+                    _say_unchanged(phase)
+                continue
             before = phases[index - 1] if index else None
             runner.agreed(lambda: _prepare(phase, before))  # noqa: B023
             if phase.start is not None:
                 runner.given(phase.start)
-            if _train(runner, phase) and after is not None:
+            is_asked = _train(runner, phase)
+            if after is not None and runner.agreed(lambda: "asked" if is_asked else ""):  # noqa: B023
                 raise Interrupted("asked to stop as the phase ended")
         except Interrupted:
             raise Interrupted(
@@ -373,13 +374,12 @@ def _is_other(phase: Phase) -> bool:
 
 
 def _train(runner: PhaseRunner, phase: Phase) -> bool:
-    """Train a phase, or go on with it; return whether the user asked to stop, also where it was done just then."""
+    """Train a phase, or go on with it; return whether the user asked this process to stop, also as it was done."""
     try:
         standing = runner.agreed(lambda: _standing(phase))
         if standing == _DONE:
             return False
-        is_asked = runner.train(phase, resume=standing == _BEGUN)
-        return bool(runner.agreed(lambda: "asked" if is_asked else ""))
+        return runner.train(phase, resume=standing == _BEGUN)
     except BadInput as error:
         raise located(error, phase.resolved.origin) from error
 

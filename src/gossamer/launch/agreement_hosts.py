@@ -165,13 +165,24 @@ class HostSockets(Line):
 
 
 def _offered(folder: Path, *, is_digested: bool) -> FolderOffer:
-    files = sorted(one for one in folder.iterdir() if one.is_file() and _NAME.fullmatch(one.name))
+    files = _files(folder)
+    for one in files:
+        if not (one.is_file() and _NAME.fullmatch(one.name)):
+            raise RunFailed(
+                f"{one} does not go to other hosts: wanted files alone in a start folder, with names of letters, "
+                "digits, '.', '_' and '-'. Move it away, and go on with the same command and --resume auto"
+            )
     return FolderOffer(
         files=tuple(
             OfferedFile(name=one.name, bytes=one.stat().st_size, sha256=_digest(one) if is_digested else "")
             for one in files
         )
     )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return what a folder holds, without hidden files, which a file system may keep there."""
+    return sorted(one for one in folder.iterdir() if not one.name.startswith(".")) if folder.is_dir() else []
 
 
 def _digest(file: Path) -> str:
@@ -183,6 +194,9 @@ def _digest(file: Path) -> str:
 
 
 def _has(folder: Path, offer: FolderOffer) -> bool:
+    """Return whether a folder holds what is offered, and nothing else: a reader might take another file first."""
+    if [one.name for one in _files(folder)] != sorted(one.name for one in offer.files):
+        return False
     files = [(folder / one.name, one) for one in offer.files]
     return all(
         file.is_file() and file.stat().st_size == one.bytes and one.sha256 in ("", _digest(file)) for file, one in files

@@ -46,7 +46,8 @@ class RankStore(Line):
         try:
             self.store.set(f"{self.rank}/{self._told}", word.model_dump_json())
         except RuntimeError as error:
-            raise _lost(error) from None
+            if word.failure is None:  # else the failure is what to say
+                raise _lost(error) from None
         self._told += 1
 
     def heard(self) -> list[Word]:

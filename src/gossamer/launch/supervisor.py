@@ -85,14 +85,14 @@ class Supervisor:
         return outcome
 
     def _may_wait(self, requests: StopRequests) -> bool:
-        """Do a turn of what goes on before there is a worker; return whether nobody has asked to stop."""
+        """Do a turn of what goes on before there is a worker; return whether nobody has asked to stop, or failed."""
         self._loop.turn(_TURN_S)
         self._mind_pauses()
         self._hear()
         if time.monotonic() - self._judged_s > self._limits.heartbeat_s / 5:
             self._judge()
         self._site.tick()
-        return requests.count == 0 and self._stop is None
+        return requests.count == 0 and self._stop is None and self._ended is None and not self._failures
 
     def _mind_pauses(self) -> None:
         now_s = time.monotonic()

@@ -1,8 +1,9 @@
 """A process that has imported a program once and forks itself into each copy of it that is asked for.
 
 Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that
-started it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing and
-starts no thread, so that what is forked from it is as good as a fresh interpreter. `template.py` has the other side.
+started it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing, and
+serves only where its imports left no thread and no open descriptor, so that what is forked from it is as good as a
+fresh interpreter. `template.py` has the other side.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -31,6 +31,8 @@ READY = b"ready"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MOST_DESCRIPTORS = 64
 _OWN_STDIO = 3
+_ADOPTED_S = 30.0  # milliseconds, but on a machine that swaps
+_THREADS_END_S = 0.5  # for the system to forget threads that have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,16 @@ def split(channel: socket.socket, supervisor: int, modules: Sequence[str]) -> No
 
 def serve(channel: socket.socket, supervisor: int, modules: Sequence[str]) -> NoReturn:
     """Import `modules`, say that this is done, and fork for each request until `channel` closes."""
+    ignored = {number for number in signal.Signals if signal.getsignal(number) == signal.SIG_IGN}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends with its supervisor, not before
     start_folder = os.getcwd()
     for module in modules:
         importlib.import_module(module)
+    if why := _why_not_forked(channel.fileno()):
+        sys.stderr.write(f"each process imports for itself, as {why}\n")
+        sys.stderr.flush()
+        os._exit(0)
     gc.collect()
     gc.freeze()  # the copies share these pages: nothing is to write into them
     channel.send(READY)
@@ -102,14 +109,40 @@ def serve(channel: socket.socket, supervisor: int, modules: Sequence[str]) -> No
             # supervisor (PR_SET_CHILD_SUBREAPER), which waits for it and is told of its end as of any child.
             if os.fork():
                 os._exit(0)
-            _become(channel, supervisor, modules[0], descriptors, start_folder)
+            _become(channel, supervisor, modules[0], descriptors, start_folder, ignored)
         os.waitpid(middle, 0)
         for one in descriptors:
             os.close(one)
 
 
+def _why_not_forked(channel: int) -> str:
+    """Return what imports left that a fork lacks (threads) or shares with all others (descriptors), "" for nothing."""
+    if others := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
+        return f"imports left threads: {', '.join(others)}"
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    # Threads that a library ends before each fork, as OpenBLAS does, are gone by now.
+    deadline_s = time.monotonic() + _THREADS_END_S
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if threads > 1:
+        return f"imports left native threads: {threads - 1}"
+    left = [
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if int(name) not in (0, 1, 2, channel) and os.path.lexists(f"/proc/self/fd/{name}")
+    ]
+    return f"imports left open: {', '.join(left)}" if left else ""
+
+
 def _become(
-    channel: socket.socket, supervisor: int, module: str, descriptors: Sequence[int], start_folder: str
+    channel: socket.socket,
+    supervisor: int,
+    module: str,
+    descriptors: Sequence[int],
+    start_folder: str,
+    ignored: Set[int],
 ) -> NoReturn:
     """Go on as the program `module` with what was asked for; never return into what this process was."""
     code = 1
@@ -117,18 +150,22 @@ def _become(
         _adopted_by(supervisor)
         request = ForkRequest.decoded(_read_all(descriptors[0]))
         os.setsid()
+        _reset_signals(ignored)
         channel.send(str(os.getpid()).encode())
         _take_descriptors(descriptors[1:], request.descriptors)
         _as_fresh(request, module, start_folder)
         code = _run(module)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)
 
 
 def _adopted_by(supervisor: int) -> None:
     """Wait until this process is a child of `supervisor`, and die with it."""
+    deadline_s = time.monotonic() + _ADOPTED_S
     while os.getppid() != supervisor:
-        if not os.path.exists(f"/proc/{supervisor}"):
+        if not os.path.exists(f"/proc/{supervisor}") or time.monotonic() > deadline_s:
             os._exit(76)
         time.sleep(0.0002)
     _tie_to(supervisor)
@@ -162,20 +199,28 @@ def _duplicate(descriptor: int, least: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD, least)
 
 
-def _as_fresh(request: ForkRequest, module: str, start_folder: str) -> None:
-    """Set what a fresh interpreter takes from its command line, environment and signals."""
-    os.environ.clear()
-    os.environ.update(request.env)
-    os.chdir(request.folder)
-    sys.path[:] = [request.folder if entry == start_folder else entry for entry in sys.path]
-    sys.argv = [module, *request.arguments]
+def _reset_signals(ignored: Set[int]) -> None:
+    """Handle signals as a fresh interpreter does; those that were ignored when the template started stay so."""
     signal.set_wakeup_fd(-1)
     for number in signal.Signals:
         with suppress(OSError, ValueError, TypeError):
-            if number not in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these two
-                signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _as_fresh(request: ForkRequest, module: str, start_folder: str) -> None:
+    """Set what a fresh interpreter takes from its command line, its environment and the system's random source."""
+    os.environ.clear()
+    os.environ.update(request.env)
+    if request.folder != start_folder:
+        os.chdir(request.folder)
+    sys.path[:] = [request.folder if entry == start_folder else entry for entry in sys.path]
+    sys.argv = [module, *request.arguments]
+    if "numpy.random" in sys.modules:  # `random` draws anew by itself
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=bool(request.env.get("PYTHONUNBUFFERED")))  # type: ignore[union-attr]
     faulthandler.disable()
@@ -194,7 +239,7 @@ def _run(module: str) -> int:
     except SystemExit as end:
         code = _exit_code(end)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from gossamer.process._template import ForkRequest
-from gossamer.process.template import Template, TemplateLost, is_single, tied
+from gossamer.process.template import Template, TemplateLost, can_split, tied
 
-_DEVICES = ("/proc/driver/nvidia", "/dev/kfd")  # of the drivers of NVIDIA and of ROCm
+# Of the drivers of NVIDIA (in some containers, on Jetson and under Windows: without the first), and of ROCm.
+_DEVICES = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +102,9 @@ class FreshStarter(Starter):
 class ForkedStarter(Starter):
     """Starts workers as copies of a template process that imports `imports` beside their program.
 
-    `first` is one of the commands; all are `python -m` of one module. Where the template is lost (the program cannot be
-    imported, say), or is closed before it is ready, workers start in interpreters of their own: their logs say why.
+    `first` is one of the commands; all are `python -m` of one module. Where the template is lost (its imports fail, or
+    start threads, say), or is closed before it is ready, workers start in interpreters of their own: the log of `first`
+    says why.
     """
 
     def __init__(self, first: Command, imports: Sequence[str] = ()) -> None:
@@ -135,14 +137,16 @@ class ForkedStarter(Starter):
 def starter_of(jobs: Sequence[Command], imports: Sequence[str] = ()) -> Starter:
     """Return the starter for the workers of this host. `imports`: modules that they will import beside their program.
 
-    Workers are copied where there are several of one Python module (or this process has its imports), on Linux without
-    an accelerator: a process that has met one cannot be forked, and imports of a user's environment may meet it.
+    Workers are copied where there are several of one Python module (or this process is a copy with its imports), on
+    Linux with /proc and without an accelerator: a process that has met one cannot be forked, and imports of a user's
+    environment may meet it.
     """
     is_module = bool(jobs) and jobs[0].argv[:2] == (sys.executable, "-m") and len(jobs[0].argv) > 2
-    can_fork = sys.platform == "linux" and not any(os.path.exists(device) for device in _DEVICES)
-    if not (is_module and can_fork) or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
+    can_fork = sys.platform == "linux" and os.path.isdir("/proc/self/task")
+    has_device = any(os.path.exists(device) for device in _DEVICES)
+    if not (is_module and can_fork) or has_device or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
         return FreshStarter()
-    is_worth_it = len(jobs) > 1 or (jobs[0].argv[2] in sys.modules and is_single())
+    is_worth_it = len(jobs) > 1 or can_split([jobs[0].argv[2], *imports])
     return ForkedStarter(jobs[0], imports) if is_worth_it else FreshStarter()
 
 

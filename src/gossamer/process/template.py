@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from gossamer.process._template import READY, ForkRequest
 
 _ENTER = Path(__file__).with_name("_child_init.py")
 _PROGRAM = "gossamer.process._template_main"
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_ADOPTS = threading.Lock()  # it is of the process: one fork at a time sets it and puts it back
 _ANSWER_S = 60.0  # a fork takes milliseconds; on a machine that swaps, seconds
 
 
@@ -30,15 +32,15 @@ class TemplateLost(OSError):
 class Template:
     """A template process that imports `modules` and is forked for each copy; the first one is the copies' program.
 
-    It is a fork of this process where this one has the imports already, and otherwise a fresh interpreter with the
-    environment `env`: libraries read theirs when they are loaded. What it says goes to `log`. On Linux only.
+    It is a fresh interpreter with the environment `env`, as libraries read theirs when they are loaded; or a fork of
+    this process where that is such a copy itself (`can_split`). What it says goes to `log`. On Linux only.
     """
 
     def __init__(self, modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO) -> None:
-        self.program, self._is_ready, self._process = modules[0], False, None
+        self._is_ready, self._process = False, None
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            if is_single() and all(module in sys.modules for module in modules):
+            if can_split(modules):
                 self._pid = _split(theirs, modules)
             else:
                 program = (sys.executable, "-m", _PROGRAM, str(theirs.fileno()), str(os.getpid()))
@@ -55,10 +57,13 @@ class Template:
         self._channel.setblocking(False)
 
     def is_ready(self) -> bool:
-        """Return whether it has imported its modules. Raises TemplateLost when it has ended instead."""
+        """Return whether it has imported its modules. Raises TemplateLost when it has ended instead, or was stopped."""
         if not self._is_ready:
             with contextlib.suppress(BlockingIOError):
                 self._is_ready = self._heard() == READY
+        with contextlib.suppress(ChildProcessError):  # it has ended, and is heard to have
+            if os.waitid(os.P_PID, self._pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+                raise TemplateLost(f"the template process {self._pid} was stopped by a signal")
         return self._is_ready
 
     def fork(self, request: ForkRequest, descriptors: Sequence[int]) -> int:
@@ -68,12 +73,12 @@ class Template:
         Raises TemplateLost.
         """
         self._channel.settimeout(_ANSWER_S)
-        with _in_memory(request.encoded()) as page, _adopting():
-            try:
+        try:
+            with _unnamed_file(request.encoded()) as page, _adopting():
                 socket.send_fds(self._channel, [b"fork"], [page.fileno(), *descriptors])
                 return int(self._heard())
-            except (OSError, ValueError) as error:
-                raise TemplateLost(f"the template process {self._pid} did not start a copy: {error}") from None
+        except (OSError, ValueError) as error:
+            raise TemplateLost(f"the template process {self._pid} did not start a copy: {error}") from None
 
     def close(self) -> None:
         """End the template process; its copies go on."""
@@ -93,9 +98,13 @@ class Template:
         return said
 
 
-def is_single() -> bool:
-    """Return whether this process has one thread only, native ones included (on Linux; elsewhere: not known, False)."""
-    return sys.platform == "linux" and threading.active_count() == 1 == len(os.listdir("/proc/self/task"))
+def can_split(modules: Sequence[str]) -> bool:
+    """Return whether a fork of this process can be the template: it has the imports, and is a copy of a template.
+
+    Any other process may hold what its copies must not have: settings of torch, exit handlers, unwritten output.
+    """
+    is_copy = sys.orig_argv[1:3] == ["-m", _PROGRAM] and all(module in sys.modules for module in modules)
+    return is_copy and threading.active_count() == 1 == len(os.listdir("/proc/self/task"))
 
 
 def tied(argv: Sequence[str]) -> list[str]:
@@ -114,9 +123,9 @@ def _split(channel: socket.socket, modules: Sequence[str]) -> int:
         os._exit(1)
 
 
-def _in_memory(data: bytes) -> BinaryIO:
-    """Return an open file without a name that holds `data`."""
-    file = os.fdopen(os.memfd_create("gossamer-request"), "w+b")
+def _unnamed_file(data: bytes) -> BinaryIO:
+    """Return an open file in memory that holds `data`. (Builds of Python for old systems have no os.memfd_create.)"""
+    file: BinaryIO = tempfile.TemporaryFile(dir="/dev/shm")  # noqa: SIM115  (closed by whoever asked)
     file.write(data)
     file.flush()
     return file
@@ -125,9 +134,12 @@ def _in_memory(data: bytes) -> BinaryIO:
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
     """While entered, grandchildren whose parent ends become children of this process."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    with _ADOPTS:
+        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+        if prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            raise OSError("this system gives no process the grandchildren whose parent ended")
+        try:
+            yield
+        finally:
+            prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class HostsRunner(PhaseRunner):
         return self.is_first or not self.line.shared
 
     def train(self, phase: Phase, *, resume: bool) -> bool:
-        with rollback_failed_start(phase.directory):
+        with rollback_failed_start(phase.directory) if self.holds else nullcontext():  # what it began with, once
             self.agreed(lambda: prepared(phase))
             launch = Launcher(directory=phase.directory, config=phase.config, resume=resume)
             _, is_asked = launch.met(self.node, lambda folder: _prepare(phase))
