@@ -20,11 +20,12 @@ from torch.utils.data import Dataset
 import gossamer
 from gossamer import sharding
 from gossamer.partition.plan_file import make_plan
-from gossamer.sharding import TieredStates, TierLayout, read_tiers
+from gossamer.sharding import TieredStates, TierLayout, UpdateTerms, read_tiers
 from gossamer.sharding._tier_limits import TierAccount
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.spec.units import read_size
+from gossamer.store import tier_file
 from gossamer.store.checkpoint import open_checkpoint
 from gossamer.store.tier_file import PAGE, TierFile, TierJournal, file_system, is_far, page_buffer
 
@@ -233,6 +234,30 @@ def test_a_run_that_fails_leaves_the_state_after_its_last_step(tmp_path: Path) -
     with pytest.raises(ValueError, match="no such word"):
         trained(tmp_path, Blocks(1, fail), limits, steps=9)
     assert list((tmp_path / "tiers").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["TierFile.write", "TierFile.read", "TierFile.settle", "TierJournal.write"])
+def test_a_disk_that_fails_in_the_third_step_leaves_the_state_after_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    kind, name = getattr(tier_file, place.partition(".")[0]), place.partition(".")[2]
+    real, begun, begin = getattr(kind, name), list[UpdateTerms](), TieredStates.begin
+
+    def counted(self: TieredStates, terms: UpdateTerms) -> None:
+        begun.append(terms)
+        begin(self, terms)
+
+    def failing(self: Any, *given: Any) -> Any:
+        if len(begun) == 3:
+            raise OSError("no medium")
+        return real(self, *given)
+
+    monkeypatch.setattr(TieredStates, "begin", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, failing)
+        with pytest.raises(OSError, match="no medium"):
+            trained(tmp_path, Blocks(), {"device": "64MB", "host": "64MB", "file": "64MB"}, steps=9)
+    check_state_after_two(tmp_path)
 
 
 def test_a_run_that_cannot_begin_leaves_no_file_and_lets_the_directory_go(
