@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from statistics import median
 
 import rounds
+from peak import resident_peak_bytes
 from result import publish, ratio
 
 MODEL = {
@@ -92,7 +92,7 @@ def llama():
 
 
 def report(times: list[float]) -> None:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resident_peak_bytes()
     steady = times[WARM:]
     print(json.dumps({"tokens_per_s": BATCH * SEQUENCE * len(steady) / sum(steady), "peak_bytes": peak}))
 

@@ -7,7 +7,6 @@ loss.item() a step.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from finetune import setting
+from peak import resident_peak_bytes
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
     said = {
         "steps_s": [round(one, 4) for one in times[warm:]],
         "step_s": median(times[warm:]),
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": resident_peak_bytes(),
         "sent_bytes": 0,
         "loss": losses[-1],
         "version": version,

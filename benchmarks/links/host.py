@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 from statistics import median
@@ -15,6 +14,7 @@ from statistics import median
 import torch
 
 from links import peers, setting
+from peak import resident_peak_bytes
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         "step_s": median(times[warm:]),
         "steps_s": [round(t, 4) for t in times[warm:]],
         "wire_bytes": sent / steps,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": resident_peak_bytes(),
         "loss": losses[-1],
         "version": peer.version,
     }

@@ -9,12 +9,14 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gossamer.cli import doctor, main
-from gossamer.run.resources import cores, memory
+from gossamer.run import resources
+from gossamer.run.resources import cores, memory, peak_bytes
 from gossamer.settings import load
 from gossamer.settings.catalog import categories
 from gossamer.spec import extras as known
@@ -23,6 +25,14 @@ from gossamer.spec.extras import extra_with, extras, version_of
 
 ROOMS = categories()
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak as /proc says it")
+def test_the_peak_of_a_process_is_not_that_of_the_one_which_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process begins with the `ru_maxrss` of its parent: here of one of a petabyte."""
+    usage = SimpleNamespace(ru_maxrss=1 << 40)
+    monkeypatch.setattr(resources, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage))
+    assert 1 << 20 < peak_bytes() < 1 << 45
 
 
 @pytest.mark.parametrize("name", ROOMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from itertools import combinations_with_replacement, product
 
 import pytest
@@ -21,11 +22,13 @@ from gossamer.plan.exchange import (
     across_islands,
     choose,
     cost_of_step,
+    step_search,
     tasks_of_step,
     waited_for,
     wire_seconds,
 )
-from gossamer.plan.exchange.step_search import SLACK
+from gossamer.plan.exchange.send_order import Job
+from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates
 from gossamer.recipe import ParameterRules
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -95,6 +98,27 @@ def test_without_lossy_nothing_lossy_is_chosen_and_the_gain_is_told() -> None:
     decision = choose(facts(2e6), lossy=False, candidates=KINDS)
     assert decision.written == {"two_shot": {"codec": "bfloat16"}}
     assert "plan.lossy: true" in decision.reason and "sign" in decision.reason
+
+
+def test_the_searches_of_a_choice_make_and_time_each_candidate_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lossy is looked at too, for the reason; not where a step already takes what it computes."""
+    choose_module = import_module("gossamer.plan.exchange.choose")
+    made, searched, job_of, search = list[int](), list[int](), step_search.job_of, choose_module.search
+
+    def counted(ready_s: float, option: Option) -> Job:
+        made.append(id(option))
+        return job_of(ready_s, option)
+
+    def watched(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates) -> Mixture:
+        searched.append(len(usable))
+        return search(cuts, usable, singles)
+
+    monkeypatch.setattr(step_search, "job_of", counted)
+    monkeypatch.setattr(choose_module, "search", watched)
+    cuts = facts(2e6), facts(2e6, buckets=8)
+    assert "plan.lossy: true" in choose(*cuts, lossy=False, candidates=KINDS).reason
+    assert len(made) == len(set(made)) == 12 * len(KINDS) and searched == [2, 4]
+    assert "plan.lossy" not in choose(facts(10e9), lossy=False, candidates=KINDS).reason and searched == [2, 4, 2]
 
 
 def test_a_very_slow_link_takes_the_harshest() -> None:

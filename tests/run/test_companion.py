@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,26 @@ def test_a_companion_that_says_nothing_is_ended() -> None:
         link.wait("step 3", lambda: asked.append(len(asked) > 1) or asked[-1])  # after 2 looks there is work for it
     link.close()
     assert process.returncode == -signal.SIGKILL and asked == [False, False, True]
+
+
+def test_the_time_for_which_a_rank_was_stopped_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Ctrl-Z both stop. The message comes after the rank has looked at its clock, an hour later."""
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "60"])
+    link: CompanionLink[Ready | Done] = CompanionLink(process, JsonChannel(ours, TO_RANK), 9.0, "it", "this", "that")
+    stopped_s = iter([0.0])
+
+    def is_due() -> bool:
+        JsonChannel(theirs, TO_RANK).send(Ready())
+        return True
+
+    def clock() -> float:
+        return time.monotonic() + next(stopped_s, 3600.0)
+
+    with theirs, monkeypatch.context() as patched:
+        patched.setattr("gossamer.process.companion_link.time", SimpleNamespace(monotonic=clock))
+        assert link.wait("step 3", is_due) == Ready()
+    link.close()
 
 
 def test_two_processes_see_the_same_tensors() -> None:

@@ -146,10 +146,20 @@ def test_a_layout_is_the_same_after_a_message() -> None:
     assert LayoutAt.model_validate_json(LayoutAt.of(layout).model_dump_json()).layout == layout
 
 
-def test_another_optimizer_in_the_process_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        ('{"adamw": {"lr": 0.5}}', r"wanted AdamW.*in the update process, as in its rank, got .*lr=0.5"),
+        (
+            '{"from_class": {"path": "__main__:OfANotebook", "lr": 0.1}}',
+            r"wanted an optimizer that a fresh interpreter can build.*has no function 'OfANotebook'.*update to threads",
+        ),
+    ],
+)
+def test_another_optimizer_in_the_process_is_refused(optimizer: str, said: str) -> None:
     rule, layout = layout_of()
     setup = Setup(
-        optimizer='{"adamw": {"lr": 0.5}}',
+        optimizer=optimizer,
         rule=repr(rule),
         layout=LayoutAt.of(layout),
         path="",
@@ -159,7 +169,7 @@ def test_another_optimizer_in_the_process_is_refused() -> None:
         windows=1,
         threads=1,
     )
-    with pytest.raises(BadInput, match="in the update process, as in its rank"):
+    with pytest.raises(BadInput, match=said):
         rule_of(setup)
 
 

@@ -20,27 +20,36 @@ from torch.utils.data import Dataset
 import gossamer
 from gossamer import sharding
 from gossamer.partition.plan_file import make_plan
-from gossamer.sharding import TieredStates, TierLayout, read_tiers
+from gossamer.sharding import TieredStates, TierLayout, UpdateTerms, read_tiers
 from gossamer.sharding._tier_limits import TierAccount
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, CheckpointMismatch
 from gossamer.spec.units import read_size
+from gossamer.store import tier_file
 from gossamer.store.checkpoint import open_checkpoint
 from gossamer.store.tier_file import PAGE, TierFile, TierJournal, file_system, is_far, page_buffer
 
 WIDTH = 256
 
 
+def die(gradient: Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ValueError("no such word")
+
+
 class Blocks(nn.Module):
     """Blocks of 256 KiB each, so that there are several buckets. A forward in training may be the last: `die_in`."""
 
-    def __init__(self, die_in: int = -1) -> None:
+    def __init__(self, die_in: int = -1, fault: Callable[[Tensor], None] = die) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(24))
         self.head = nn.Linear(WIDTH, 32)
-        self.die_in, self.forwards = die_in, 0
+        self.die_in, self.fault, self.forwards = die_in, fault, 0
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -49,7 +58,7 @@ class Blocks(nn.Module):
             if i == 4 and torch.is_grad_enabled() and self.training:
                 self.forwards += 1
                 if self.forwards == self.die_in:
-                    x.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # in the middle of backward
+                    x.register_hook(self.fault)  # in the middle of backward
         return self.head(x)
 
 
@@ -197,16 +206,75 @@ def test_a_run_that_is_killed_leaves_the_state_after_its_last_step(tmp_path: Pat
         [sys.executable, "-c", program, str(tmp_path), tests], check=False, capture_output=True, text=True
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    updates, left = read_tiers(tmp_path / "tiers")
+    check_state_after_two(tmp_path)
+    with pytest.raises(CheckpointMismatch, match="no journal"):
+        read_tiers(tmp_path / "nothing")
+
+
+def check_state_after_two(folder: Path) -> None:
+    """What is left is what plain training has after two of its steps."""
+    updates, left = read_tiers(folder / "tiers")
     assert updates == 2
     plain = Blocks()
-    run = trained(tmp_path / "plain", plain, None, steps=9, checkpoint_every=1, keep_checkpoints=9)
+    run = trained(folder / "plain", plain, None, steps=9, checkpoint_every=1, keep_checkpoints=9)
     known = open_checkpoint(Path(run["directory"]) / "checkpoints", updates)
     assert len(left) == 3 * len(list(plain.parameters()))
     for (name, slot), one in left.items():
         assert torch.equal(one, known.read(f"optim/{slot}/{name}" if slot else f"model/{name}")), name
-    with pytest.raises(CheckpointMismatch, match="no journal"):
-        read_tiers(tmp_path / "nothing")
+
+
+def test_a_run_that_fails_leaves_the_state_after_its_last_step(tmp_path: Path) -> None:
+    """Whatever the error is. In its first step there is nothing to leave, and the next run has the directory."""
+    limits = {"device": "64MB", "host": "64MB", "file": "64MB"}
+    with pytest.raises(ValueError, match="no such word"):
+        trained(tmp_path, Blocks(3, fail), limits, steps=9)
+    check_state_after_two(tmp_path)
+    (records,) = tmp_path.glob("runs/*/records.jsonl")
+    assert "the state after the last step stays in" in records.read_text()
+    with pytest.raises(ValueError, match="no such word"):
+        trained(tmp_path, Blocks(1, fail), limits, steps=9)
+    assert list((tmp_path / "tiers").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["TierFile.write", "TierFile.read", "TierFile.settle", "TierJournal.write"])
+def test_a_disk_that_fails_in_the_third_step_leaves_the_state_after_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    kind, name = getattr(tier_file, place.partition(".")[0]), place.partition(".")[2]
+    real, begun, begin = getattr(kind, name), list[UpdateTerms](), TieredStates.begin
+
+    def counted(self: TieredStates, terms: UpdateTerms) -> None:
+        begun.append(terms)
+        begin(self, terms)
+
+    def failing(self: Any, *given: Any) -> Any:
+        if len(begun) == 3:
+            raise OSError("no medium")
+        return real(self, *given)
+
+    monkeypatch.setattr(TieredStates, "begin", counted)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, failing)
+        with pytest.raises(OSError, match="no medium"):
+            trained(tmp_path, Blocks(), {"device": "64MB", "host": "64MB", "file": "64MB"}, steps=9)
+    check_state_after_two(tmp_path)
+
+
+def test_a_run_that_cannot_begin_leaves_no_file_and_lets_the_directory_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a disk that fails, or Ctrl-C while the first states are written."""
+
+    def failing(file: TierFile) -> float:
+        raise OSError("no medium")
+
+    limits = {"device": "64MB", "host": "64MB", "file": "64MB"}
+    with monkeypatch.context() as patched:
+        patched.setattr("gossamer.sharding._tiered_states.mixed_rate", failing)
+        with pytest.raises(OSError, match="no medium"):
+            trained(tmp_path, Blocks(), limits)
+    assert list((tmp_path / "tiers").iterdir()) == []
+    trained(tmp_path, Blocks(), limits, steps=1)
 
 
 def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def train_to_end(
         end("interrupted", str(error))
         raise
     except BaseException as error:
+        if kept := trainer.states.keep():
+            sink(records.Event(level="warning", message=kept, step=trainer.progress.step))
         end("failed", _why(error))
         raise
     return end("done") if early is None else end("done", early.message, early.reason)

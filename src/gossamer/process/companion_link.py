@@ -104,11 +104,12 @@ class CompanionLink(Generic[T]):
 
         `is_due` is asked about once a second: whether the companion has something to do, so that its silence counts.
         """
-        until = time.monotonic() + self.timeout_s
+        silent_s, looked = 0.0, time.monotonic()
         while not self.channel.has_line and not select.select([self.channel.connection], [], [], _LOOK_S)[0]:
-            if not is_due():
-                until = time.monotonic() + self.timeout_s
-            if time.monotonic() > until:
+            now = time.monotonic()
+            passed_s = min(now - looked, 2 * _LOOK_S)  # while this process is stopped (Ctrl-Z), so is its companion
+            silent_s, looked = silent_s + passed_s if is_due() else 0.0, now
+            if silent_s > self.timeout_s:
                 self.process.kill()
                 raise RunFailed(
                     f"{self.name} (process {self.process.pid}), on which {work} waits, said nothing for "

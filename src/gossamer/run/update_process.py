@@ -51,15 +51,19 @@ class UpdateProcess(GroupUpdater):
         `host`: the account that gradients are given back to.
         """
         memory = GradientMemory.new(layout)
-        link: CompanionLink[Ready | Freed | Done] = CompanionLink.to_new(
-            "gossamer.run.update_server",
-            TO_RANK,
-            descriptors=(file.descriptor, memory.descriptor),
-            timeout_s=config.machines.timeout_s,
-            name="the update process of this rank",
-            longer="the update of one bucket",
-            other="set plan.sharding.tiers.update to threads, which updates in the rank itself",
-        )
+        try:
+            link: CompanionLink[Ready | Freed | Done] = CompanionLink.to_new(
+                "gossamer.run.update_server",
+                TO_RANK,
+                descriptors=(file.descriptor, memory.descriptor),
+                timeout_s=config.machines.timeout_s,
+                name="the update process of this rank",
+                longer="the update of one bucket",
+                other="set plan.sharding.tiers.update to threads, which updates in the rank itself",
+            )
+        except BaseException:
+            memory.close()
+            raise
         found = UpdateProcess(layout, host, memory, link)
         setup = Setup(
             optimizer=json.dumps(config.train.model_dump(mode="json")["optimizer"]),

@@ -23,7 +23,7 @@ from gossamer.run.allocator import give_freed_memory_back
 from gossamer.run.gradient_memory import GradientMemory
 from gossamer.run.update_messages import TO_PROCESS, Done, Freed, Keep, Ready, Setup, Update
 from gossamer.sharding import TierUpdater, UpdateListener, UpdateTerms
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.store.tier_file import TierFile
 
 
@@ -58,8 +58,16 @@ def serve(channel: JsonChannel[Setup | Update | Keep]) -> None:
 
 
 def rule_of(setup: Setup) -> Optimizer:
-    """Return the rank's optimizer. Raises BadInput where it is not the one of the settings."""
-    rule = Master(inner=optimizers.build(json.loads(setup.optimizer), key="train.optimizer"))
+    """Return the rank's optimizer. Raises BadInput where it is not the one of the settings, or cannot be built here."""
+    try:
+        rule = Master(inner=optimizers.build(json.loads(setup.optimizer), key="train.optimizer"))
+    except BadInput as error:  # the rank has built it
+        raise bad_input(
+            wanted="an optimizer that a fresh interpreter can build, for the update process",
+            got=str(error),
+            do="have its class in a module of a file, or set update to threads",
+            key="plan.sharding.tiers.update",
+        ) from None
     if repr(rule) != setup.rule:
         raise bad_input(
             wanted=f"{setup.rule} in the update process, as in its rank",

@@ -179,8 +179,12 @@ class ShardedOptimizer:
         if self.tiers is not None:
             self.tiers.leave()
 
+    def keep(self) -> str:
+        """Let the file of states in tiers stay at `close`, as the run has failed; return a remark on it, "" if none."""
+        return "" if self.tiers is None else self.tiers.keep()
+
     def close(self) -> None:
-        """End what moves states between tiers, and remove their file."""
+        """End what moves states between tiers, and remove their file unless it is kept."""
         if self.tiers is not None:
             self.tiers.close()
 

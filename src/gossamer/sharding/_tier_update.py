@@ -24,6 +24,8 @@ from gossamer.sharding._tier_layout import TierGroup, TierLayout
 from gossamer.sharding._tier_limits import TierAccount
 from gossamer.store.tier_file import TierFile, as_bytes, page_buffer, paged
 
+_DEAD_S = 10.0  # after an error: a thread may be in a request to a disk that does not answer
+
 
 class UpdateListener(ABC):
     """Whom the threads tell what they have done, each from its own."""
@@ -69,6 +71,10 @@ class _Job:
     window: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
 
+class _Ended(Exception):
+    """Another thread has failed."""
+
+
 @dataclass(slots=True)
 class TierUpdater(GroupUpdater):
     """The threads that update groups in a file. `windows`: buffers of one record each, which the caller accounts."""
@@ -79,7 +85,7 @@ class TierUpdater(GroupUpdater):
     windows: int
     listener: UpdateListener
     progress: UpdateProgress = field(default_factory=UpdateProgress)
-    _free: queue.SimpleQueue[Tensor] = field(default_factory=queue.SimpleQueue)
+    _free: queue.SimpleQueue[Tensor | None] = field(default_factory=queue.SimpleQueue)
     _to_read: queue.SimpleQueue[_Job | Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     _to_update: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
     _to_write: queue.SimpleQueue[_Job | None] = field(default_factory=queue.SimpleQueue)
@@ -110,7 +116,7 @@ class TierUpdater(GroupUpdater):
         self._to_read.put(lambda: self._kept(index, gradient))
 
     def _kept(self, index: int, gradient: Tensor) -> None:
-        group, window = self.layout.groups[index], self._free.get()
+        group, window = self.layout.groups[index], self._window()
         part = window[: paged(group.gradient_bytes)]
         part[: gradient.nbytes].copy_(as_bytes(gradient))
         self.file.write(group.gradient_start, part)
@@ -125,7 +131,7 @@ class TierUpdater(GroupUpdater):
     def close(self) -> None:
         self._to_read.put(None)
         for thread in self._threads:
-            thread.join(1.0 if self.progress.has_failed else None)  # after an error some wait for windows for good
+            thread.join(_DEAD_S if self.progress.has_failed else None)
         self._threads.clear()
 
     def _done(self, index: int) -> None:
@@ -133,8 +139,18 @@ class TierUpdater(GroupUpdater):
         self.progress.done()
 
     def _failed(self, error: BaseException) -> None:
-        self.progress.failed(error)
-        self.listener.failed(error)
+        """Keep the error, and let the threads end: they pass their ends on, and no window comes back any more."""
+        if not isinstance(error, _Ended):
+            self.progress.failed(error)
+            self.listener.failed(error)
+        self._free.put(None)
+        self._to_read.put(None)
+
+    def _window(self) -> Tensor:
+        """Return a window once there is one. Raises _Ended where a thread has failed."""
+        if (window := self._free.get()) is None:
+            raise _Ended
+        return window
 
     def _reads(self) -> None:
         try:
@@ -142,7 +158,7 @@ class TierUpdater(GroupUpdater):
                 if not isinstance(job, _Job):
                     job()
                     continue
-                group, job.window = job.group, self._free.get()
+                group, job.window = job.group, self._window()
                 self.file.read(group.starts[job.record], job.window[: group.record_bytes])
                 self.progress.moved_bytes += group.record_bytes
                 if job.gradient is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class TieredStates:
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
     is_closed: bool = False
+    is_kept: bool = False  # whether `close` leaves the file
+    has_moved: bool = False  # whether a step of this run is in the file
     waited_s: float = 0.0  # seconds that steps waited for updates to end
     _of_name: dict[str, int] = field(default_factory=dict)
     _idle: dict[int, frozenset[str]] = field(default_factory=dict)  # of this step, by group
@@ -76,13 +79,6 @@ class TieredStates:
         limits.file.take(layout.size_bytes)
         limits.host.take(windows * layout.window_bytes)
         journal = TierJournal(path.with_suffix(".json"))
-        file = TierFile.create(path, layout.size_bytes)
-        journal.remove()  # from here on the file holds no consistent state, until the first one is written
-        rate = mixed_rate(file)
-        TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
-        params = dict(module.named_parameters())
-        for group in layout.groups:
-            _write_first(group, params, rule, file)
         of_name = {name: i for i, group in enumerate(layout.groups) for name in group.names}
         records = [0] * len(layout.groups)
         weights = {name: one for group in layout.groups for name, one in group.weights.items()}
@@ -91,19 +87,25 @@ class TieredStates:
             index = of_name[name]
             return layout.groups[index].starts[records[index]] + weights[name].start
 
-        parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
-        try:
+        file = TierFile.create(path, layout.size_bytes)
+        with ExitStack() as undo:  # an open file stays locked, so that no other run of this process could have it
+            undo.callback(_remove, path)
+            undo.callback(file.close)
+            journal.remove()  # from here on the file holds no consistent state, until the first one is written
+            rate = mixed_rate(file)
+            TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
+            params = dict(module.named_parameters())
+            for group in layout.groups:
+                _write_first(group, params, rule, file)
+            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
+            undo.callback(parameters.close)
             updater = updater_of(file)
-        except BaseException:
-            parameters.close()
-            file.close()
-            for one in (path, _layout_file(path)):
-                one.unlink(missing_ok=True)
-            raise
-        found = TieredStates(
-            layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
-        )
-        found.settle(0)
+            undo.callback(updater.close)
+            found = TieredStates(
+                layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
+            )
+            found.settle(0)
+            undo.pop_all()
         return found
 
     def begin(self, terms: UpdateTerms) -> None:
@@ -169,6 +171,7 @@ class TieredStates:
             self.records[index] = 1 - self.records[index]
         self.progress.written.clear()
         self.settle(updates)
+        self.has_moved = True
         self.waited_s += time.perf_counter() - began
         self.parameters.release()
 
@@ -204,20 +207,28 @@ class TieredStates:
         self.parameters.leave(self.weights())
         self.close()
 
-    def close(self) -> None:
-        """End what updates and remove the file; what is mapped stays as long as it is used.
+    def keep(self) -> str:
+        """Let the file stay at `close`, as that of a killed run does: this one has failed. Return a remark on it.
 
-        Where an update has failed the file stays, with the state after the last step, as that of a killed run does.
+        It goes where no step of this run is in it: a checkpoint, or the start, has the same state.
         """
+        self.is_kept = self.has_moved and not self.is_closed
+        return (
+            f"tiers: the state after the last step stays in {self.file.path} until the next run there "
+            "(gossamer.sharding.read_tiers returns it)"
+            if self.is_kept
+            else ""
+        )
+
+    def close(self) -> None:
+        """End what updates and remove the file, unless it is kept; what is mapped stays as long as it is used."""
         if self.is_closed:
             return
         self.is_closed = True
         self.updater.close()
         self.parameters.close()
-        if not self.progress.has_failed:
-            self.journal.remove()
-            _layout_file(self.file.path).unlink(missing_ok=True)
-            self.file.path.unlink(missing_ok=True)
+        if not self.is_kept:
+            _remove(self.file.path)
         self.file.close()
 
 
@@ -238,6 +249,12 @@ def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], 
 
 def _layout_file(path: Path) -> Path:
     return path.with_suffix(".layout.json")
+
+
+def _remove(path: Path) -> None:
+    """Remove a tier file, its journal first: without one it holds nothing that counts."""
+    for one in (path.with_suffix(".json"), _layout_file(path), path):
+        one.unlink(missing_ok=True)
 
 
 def _told(group: TierGroup) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 from gossamer.plan.exchange.send_order import job_of, unhidden_seconds
-from gossamer.plan.exchange.step_search import SLACK, Column, Mixture, fastest_alone, search
+from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates, fastest_alone, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -68,10 +68,16 @@ class Decision:
         best, dense = (one.on(by.applied(one.facts)) for one in (self.best, self.dense))
         return replace(self, best=best, dense=dense)
 
-    def advised(self, *cuts: StepMeasurements) -> Decision:
-        """Return the same choice, whose reason says what lossy exchanges would save, where that is much."""
-        other, also = search(cuts, range(len(self.candidates))), ""
-        if other.step_s < self.best.step_s * (1 - WORTH):
+    def advised(self, *cuts: StepMeasurements, singles: SingleCandidates | None = None) -> Decision:
+        """Return the same choice, whose reason says what lossy exchanges would save, where that is much.
+
+        `singles`: what a search on the same cuts has made already.
+        """
+        enough_s = self.best.step_s * (1 - WORTH)
+        if all(one.compute_s >= enough_s for one in cuts):  # no step is shorter than what it computes
+            return replace(self, also="")
+        other, also = search(cuts, range(len(self.candidates)), singles or SingleCandidates()), ""
+        if other.step_s < enough_s:
             also = (
                 f"; plan.lossy: true would take {_summary(other, self.candidates)} "
                 f"({show_bytes(_cost(other).sent_bytes[0])}) and save "
@@ -129,24 +135,25 @@ def choose(
     `others`: the same gradients in buckets of other sizes. `lossy` false allows only exact exchanges or bf16; the
     reason then says what lossy exchanges would save.
     """
-    cuts = (facts, *others)
-    plain = min((_plain(one) for one in cuts), key=lambda one: one.step_s)
-    best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
+    cuts, singles = (facts, *others), SingleCandidates()
+    plain = _plain(cuts, singles)
+    best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy], singles)
     decision = Decision(best, plain, candidates)
-    return decision if lossy else decision.advised(*cuts)
+    return decision if lossy else decision.advised(*cuts, singles=singles)
 
 
 def choose_uniform(
     facts: StepMeasurements, *others: StepMeasurements, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES
 ) -> Decision:
     """Choose the buckets and one exchange for all of them, as far as it can serve them: the shortest step."""
-    cuts = (facts, *others)
-    best = fastest_alone(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy])
-    return Decision(best, min((_plain(one) for one in cuts), key=lambda one: one.step_s), candidates)
+    cuts, singles = (facts, *others), SingleCandidates()
+    best = fastest_alone(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy], singles)
+    return Decision(best, _plain(cuts, singles), candidates)
 
 
-def _plain(facts: StepMeasurements) -> Mixture:
-    return Mixture.alone(facts, Column.of(facts, [0]))
+def _plain(cuts: Sequence[StepMeasurements], singles: SingleCandidates) -> Mixture:
+    """Return the shortest step with the first candidate alone."""
+    return min((singles.of(one, (0,)) for one in cuts), key=lambda one: one.step_s)
 
 
 def _cost(mixture: Mixture) -> Cost:

@@ -82,8 +82,8 @@ class Option:
     @property
     def thread_s(self) -> tuple[float, ...]:
         """Return by turn what it takes of the communication thread: encoding, and the message behind it."""
-        started = (turn + one.start_s for turn, one in zip(self.turns_s, self.messages, strict=False))
-        return (*started, self.turns_s[-1])
+        turns_s = self.turns_s
+        return (*[turns_s[turn] + one.start_s for turn, one in enumerate(self.messages)], turns_s[-1])
 
     @property
     def wire_s(self) -> float:

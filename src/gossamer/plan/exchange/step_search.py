@@ -10,7 +10,7 @@ searched on few merged buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -37,19 +37,19 @@ class Column:
     lost: tuple[float, ...]
 
     @staticmethod
-    def of(facts: StepMeasurements, usable: Sequence[int]) -> Column:
-        """Return the column of the last of the `usable` candidates; the first one serves every bucket."""
-        order = usable[::-1]
-        return Column.picked_for(
-            facts, tuple(next(c for c in order if bucket.options[c] is not None) for bucket in facts.buckets)
-        )
-
-    @staticmethod
     def picked_for(facts: StepMeasurements, picked: tuple[int, ...]) -> Column:
         """Return the column with candidate `picked[b]` for bucket b."""
         served = [(bucket, bucket.option(c)) for bucket, c in zip(facts.buckets, picked, strict=True)]
         jobs = tuple(job_of(bucket.ready_s, option) for bucket, option in served)
         return Column(picked, jobs, tuple(bucket.weight * option.loss for bucket, option in served))
+
+    def overlaid(self, facts: StepMeasurements, candidate: int) -> Column:
+        """Return the column of `candidate`, with this one's candidates for the buckets that it cannot serve."""
+        picked, jobs, lost = list(self.picked), list(self.jobs), list(self.lost)
+        for b, bucket in enumerate(facts.buckets):
+            if (option := bucket.options[candidate]) is not None:
+                picked[b], jobs[b], lost[b] = candidate, job_of(bucket.ready_s, option), bucket.weight * option.loss
+        return Column(tuple(picked), tuple(jobs), tuple(lost))
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,43 @@ class Mixture:
             yield low, high, column
 
 
-def search(cuts: Sequence[StepMeasurements], usable: Sequence[int]) -> Mixture:
+@dataclass(frozen=True)
+class SingleCandidates:
+    """The mixtures of one candidate, made and timed once for all searches of a choice."""
+
+    _made: dict[tuple[int, tuple[int, ...]], Mixture] = field(default_factory=dict)
+
+    def of(self, facts: StepMeasurements, usable: Sequence[int]) -> Mixture:
+        """Return that of the last of the `usable` candidates. Where one cannot serve, the one before it does.
+
+        The first one serves every bucket.
+        """
+        key = id(facts), tuple(usable)  # `facts` live as long as the mixture
+        if key not in self._made:
+            *weaker, last = usable
+            if not weaker:
+                column = Column.picked_for(facts, (last,) * len(facts.buckets))
+            elif all(bucket.options[last] is None for bucket in facts.buckets):
+                return self._made.setdefault(key, self.of(facts, weaker))
+            else:
+                column = self.column(facts, weaker).overlaid(facts, last)
+            self._made[key] = Mixture.alone(facts, column)
+        return self._made[key]
+
+    def column(self, facts: StepMeasurements, usable: Sequence[int]) -> Column:
+        """Return the column of that mixture."""
+        ((_, column),) = self.of(facts, usable).columns
+        return column
+
+
+def search(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates) -> Mixture:
     """Return the best mixture of the candidates with the numbers `usable`, ascending from exact to strongest.
 
     `cuts`: the same gradients in buckets of several sizes. The first candidate serves every bucket.
     """
-    columns = {
-        id(facts): tuple(Column.of(facts, usable[: level + 1]) for level in range(len(usable))) for facts in cuts
-    }
-    alone = _within_slack(Mixture.alone(facts, column) for facts in cuts for column in columns[id(facts)])
+    levels = [usable[: level + 1] for level in range(len(usable))]
+    columns = {id(facts): tuple(singles.column(facts, level) for level in levels) for facts in cuts}
+    alone = _within_slack(singles.of(facts, level) for facts in cuts for level in levels)
     starts = sorted(alone, key=lambda one: one.step_s)[:_STARTS]
     mixed = [better for one in starts for better in _mixed(one, columns[id(one.facts)])]
     limit_s = (1 + SLACK) * min(one.step_s for one in (*alone, *mixed))
@@ -126,18 +154,19 @@ def search(cuts: Sequence[StepMeasurements], usable: Sequence[int]) -> Mixture:
     return min(found, key=lambda one: (one.lost, any(one.picked), len(one.facts.buckets), one.step_s))
 
 
-def fastest_alone(cuts: Sequence[StepMeasurements], usable: Sequence[int]) -> Mixture:
+def fastest_alone(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates) -> Mixture:
     """Return the fastest of the candidates with the numbers `usable`, each alone on each of the `cuts`.
 
     The first candidate serves the buckets that another cannot serve.
     """
-    columns = ((facts, Column.of(facts, sorted({usable[0], c}))) for facts in cuts for c in usable)
-    return min(_within_slack(Mixture.alone(facts, column) for facts, column in columns), key=lambda one: one.step_s)
+    alone = (singles.of(facts, sorted({usable[0], c})) for facts in cuts for c in usable)
+    return min(_within_slack(alone), key=lambda one: one.step_s)
 
 
 def _within_slack(mixtures: Iterator[Mixture]) -> list[Mixture]:
     """Return the mixtures that are at most the slack longer than the shortest; others are timed as far as needed."""
-    by_bound, found, best_s = sorted(mixtures, key=lambda one: one.least_s), list[Mixture](), float("inf")
+    found, best_s = list[Mixture](), float("inf")
+    by_bound = sorted({id(one): one for one in mixtures}.values(), key=lambda one: one.least_s)
     for one in by_bound:
         if one.least_s > (1 + SLACK) * best_s:
             break
