@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gossamer.process._template import ForkRequest
+from copied import CopiedCommand
+from gossamer.process.starter import may_copy
 from gossamer.process.template import Template
 
 HERE = Path(__file__).parent
@@ -50,23 +51,6 @@ def hung(worker: subprocess.Popen[str]) -> None:
     worker.send_signal(signal.SIGUSR1)
     time.sleep(1)
     worker.kill()
-
-
-class Copy(subprocess.Popen[str]):
-    """As `subprocess.Popen` of `python pool.py`: a worker that is a copy of a process with all imports."""
-
-    def __init__(self, template: Template, env: dict[str, str]) -> None:
-        self._from = template, env
-        super().__init__(["pool.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def _execute_child(self, *given: Any) -> None:
-        """Fill in `pid` (given: as in Python 3.10 to 3.14, where 10 and 13 are the worker's ends of the pipes)."""
-        (template, env), stdin, stdout = self._from, given[10], given[13]
-        request = ForkRequest(arguments=(), env=env, folder=str(HERE.parent), descriptors=(0, 1, 2))
-        self.pid = template.fork(request, [stdin, stdout, 2])
-        self._child_created = True
-        os.close(stdin)
-        os.close(stdout)
 
 
 class Pool:
@@ -134,7 +118,7 @@ class Pool:
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
         }
-        if sys.platform != "linux":
+        if not may_copy():
             return subprocess.Popen(
                 [sys.executable, str(HERE / "pool.py")],
                 stdin=subprocess.PIPE,
@@ -148,7 +132,7 @@ class Pool:
             self._template = Template(("pool", *IMPORTS), env=environment, log=sys.__stderr__.buffer)
             while not self._template.is_ready():
                 time.sleep(0.02)
-        return Copy(self._template, environment)
+        return CopiedCommand(self._template, [], folder=HERE.parent, env=environment, has_errors=False)
 
     def _answer(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
         assert worker.stdout is not None

@@ -226,7 +226,7 @@ def test_a_host_that_cannot_write_says_so_and_all_hear_it(tmp_path: Path, unix: 
 
 
 def test_hosts_that_share_a_folder_wait_until_they_see_it(tmp_path: Path, unix: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("gossamer.launch.agreement_hosts._SEEN_S", 0.2)
+    monkeypatch.setattr("gossamer.launch.agreement.SEEN_S", 0.2)
     seen, unseen = tmp_path / "seen", tmp_path / "unseen"
     seen.mkdir()
     (seen / "x").write_bytes(b"1")

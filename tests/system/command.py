@@ -158,7 +158,7 @@ class Place:
     ) -> subprocess.Popen[str]:
         whole = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **env}
         if program == GOSSAMER and not is_fresh and warm.can_start(env):
-            return warm.WarmCommand(argv, folder=self.folder, env=whole)
+            return warm.command(argv, folder=self.folder, env=whole)
         return subprocess.Popen(
             [*program, *argv],
             cwd=self.folder,
@@ -175,8 +175,10 @@ class Place:
             process.kill()
             process.communicate()
 
-    def run(self, *argv: str | Path, program: tuple[str, ...] = GOSSAMER, **env: object) -> Done:
-        return ended(self.start(*argv, program=program, **env))
+    def run(
+        self, *argv: str | Path, program: tuple[str, ...] = GOSSAMER, is_fresh: bool = False, **env: object
+    ) -> Done:
+        return ended(self.start(*argv, program=program, is_fresh=is_fresh, **env))
 
     def good(self, *argv: str | Path, **env: object) -> Done:
         """As `run`, for what must succeed."""
@@ -190,14 +192,8 @@ class Place:
         return sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
 
     def living(self) -> set[int]:
-        """Processes that have this folder among their arguments, or that were started in it."""
-        return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid) or self._is_home(pid)}
-
-    def _is_home(self, pid: int) -> bool:
-        try:
-            return Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(self.folder)
-        except OSError:
-            return False
+        """Processes that have this folder among their arguments."""
+        return {pid for pid in _processes() if str(self.folder).encode() in _arguments(pid)}
 
 
 @dataclass(frozen=True)

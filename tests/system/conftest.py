@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, warm_gossamer: None) -> It
     """Read only: take a copy to change it."""
     for place in policed(tmp_path_factory.mktemp("trained") / "place"):
         config = place.config(train={"steps": 6}, machines={"processes": 2})
-        done = place.run("train", config, "--json")
+        done = place.run("train", config, "--json", is_fresh=True)
         assert done.code == 0, done.out[-3000:] + done.err[-3000:]
         (run,) = place.runs()
         yield Trained(place, done, run)

@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 
 from gossamer.store.checkpoint import latest_good
-from system.command import GOSSAMER, SIZES, Done, InThisProcess, Place, ended, eventually, losses, records
+from system.command import (
+    GOSSAMER,
+    SIZES,
+    Done,
+    InThisProcess,
+    Place,
+    ended,
+    eventually,
+    free_port,
+    losses,
+    records,
+    under_torchrun,
+)
 from system.conftest import Trained
 
 
@@ -152,17 +164,6 @@ def test_a_corpus_that_may_not_be_read(place: Place) -> None:
 # Ranks started by another launcher
 
 
-def rank_of_two(rank: int, port: int, ranks: int = 2) -> dict[str, object]:
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-
-
 @pytest.fixture
 def taken() -> Iterator[int]:
     """A port that somebody listens on."""
@@ -172,9 +173,8 @@ def taken() -> Iterator[int]:
 
 def test_ranks_with_different_configurations(place: Place) -> None:
     config = place.config(run={"name": "both"})
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    started = [place.start("train", config, f"train.seed={rank}", **rank_of_two(rank, port)) for rank in (0, 1)]
+    port = free_port()
+    started = [place.start("train", config, f"train.seed={rank}", **under_torchrun(rank, 2, port)) for rank in (0, 1)]
     for process in started:
         said = one_message(ended(process))
         assert "do not agree about the configuration: rank 0 and rank 1 differ." in said
@@ -184,7 +184,7 @@ def test_ranks_with_different_configurations(place: Place) -> None:
 
 def test_a_port_in_use(place: Place, taken: int) -> None:
     config = place.config(run={"name": "alone"})
-    said = one_message(place.run("train", config, **rank_of_two(0, taken, ranks=1)))
+    said = one_message(place.run("train", config, **under_torchrun(0, 1, taken)))
     assert f"port {taken}" in said
     assert f"in use by process {os.getpid()}" in said
     assert "MASTER_PORT" in said
@@ -321,7 +321,7 @@ def small_disk(place: Place) -> Iterator[Path]:
 def test_a_run_whose_last_save_fails_is_not_done_though_it_trains_to_its_end(place: Place, small_disk: Path) -> None:
     # one process under a launcher: its run's folder has the name it was given
     config = place.config(run={"name": "full"}, train={"steps": 8, "keep_checkpoints": 1})
-    place.good("train", config, "train.steps=2", **rank_of_two(0, free_port(), ranks=1))
+    place.good("train", config, "train.steps=2", **under_torchrun(0, 1, free_port()))
     run = place.folder / "runs" / "full"
     (small_disk / "ballast").write_bytes(b"x" * (_free(small_disk) - 100_000))
     done = place.run("resume", run, "train.steps=8")
@@ -344,7 +344,7 @@ def test_a_stop_whose_last_save_fails_says_so_and_is_a_failure(place: Place, sma
     (place.folder / "hold").write_text("3")
     train = {"steps": 400, "keep_checkpoints": 1}
     config = place.config(model={"factory": "watched:make"}, run={"name": "full"}, train=train)
-    place.good("train", config, "train.steps=2", **rank_of_two(0, free_port(), ranks=1))
+    place.good("train", config, "train.steps=2", **under_torchrun(0, 1, free_port()))
     (small_disk / "ballast").write_bytes(b"x" * (_free(small_disk) - 100_000))
     run = place.folder / "runs" / "full"
     process = place.start("resume", run, "train.steps=400", "train.checkpoint_every=0", "--json")
@@ -371,10 +371,3 @@ def test_a_stop_whose_last_save_fails_says_so_and_is_a_failure(place: Place, sma
 def _free(folder: Path) -> int:
     stat = os.statvfs(folder)
     return stat.f_bavail * stat.f_frsize
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

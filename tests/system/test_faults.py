@@ -18,7 +18,7 @@ def held(place: Place, *more: str) -> subprocess.Popen[str]:
     (place.folder / "hold").write_text("3")
     machines = {"processes": 2, "heartbeat_timeout_s": 1.0}
     config = place.config(model={"factory": "watched:make"}, train={"steps": 40}, machines=machines)
-    process = place.start("train", config, *more)
+    process = place.start("train", config, *more, is_fresh=True)
     marks = [place.folder / f"held-{rank}" for rank in (0, 1)]
     eventually(lambda: all(mark.exists() for mark in marks) or process.poll() is not None, "both ranks are held")
     if process.poll() is not None:

@@ -130,7 +130,7 @@ def watched(place: Place, *, steps: int, processes: int = 2, **changes: dict[str
 def held(place: Place, config: Path, *more: str) -> subprocess.Popen[str]:
     """A run of two ranks that waits in the seventh or eighth step until the file `hold` goes."""
     (place.folder / "hold").write_text("7")
-    process = place.start("train", config, *more)
+    process = place.start("train", config, *more, is_fresh=True)
     marks = [place.folder / f"held-{rank}" for rank in (0, 1)]
     eventually(lambda: all(mark.exists() for mark in marks) or process.poll() is not None, "both ranks are held")
     if process.poll() is not None:

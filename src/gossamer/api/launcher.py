@@ -87,7 +87,7 @@ class Launcher:
             stack.callback(_drop_empty, meeting.rundir)
             yield RunDirectory(meeting.rundir), line
 
-    def met(self, node: Node, prepare: Callable[[RunDirectory], None]) -> tuple[RunDirectory, bool]:
+    def met(self, node: Node, prepare: Callable[[RunDirectory], object]) -> tuple[RunDirectory, bool]:
         """Start this host's processes of a run that the user starts by hand on each host; return the run's directory
         here, and whether the user asked to stop.
 

@@ -6,6 +6,7 @@ whether it can go on, and the first tells all of them the outcome: all go on, or
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from pydantic import TypeAdapter
 
 from gossamer.process.json_lines import Said
 from gossamer.spec.errors import BadInput, Interrupted, RunFailed
+
+SEEN_S = 30.0
 
 
 class Failure(Said):
@@ -98,6 +101,16 @@ class Agreement:
         self.line.tell(Word(failure=failure))
         _raise_for(failure)
         return text
+
+
+def appears(is_there: Callable[[], bool]) -> bool:
+    """Return whether what the first process wrote is there: a network file system may show it late (`SEEN_S`)."""
+    deadline_s = time.monotonic() + SEEN_S
+    while not is_there():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def failure_of(error: BaseException) -> Failure:

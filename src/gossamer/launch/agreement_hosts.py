@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,13 +15,12 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from gossamer.launch.agreement import WORD, Line, Word
+from gossamer.launch.agreement import SEEN_S, WORD, Line, Word, appears
 from gossamer.process.json_lines import LIMIT_BYTES, Said, read_line, write_line
 from gossamer.spec.errors import BadInput, PeerLost, RunFailed, WireMismatch, bad_input
 from gossamer.spec.units import show_bytes
 
 _CHUNK_BYTES = 1 << 20
-_SEEN_S = 30.0  # for a folder to appear on the other hosts that share a file system
 _KEEPALIVE_S = 10  # then every 5 s, four times: a host that is gone without a word is noticed after half a minute
 _FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
@@ -156,7 +154,7 @@ class HostSockets(Line):
         offer = read_line(line.line(), _OFFER)
         if self.shared:
             self.tell(Word())
-            return None if _sees(folder, offer) else _unseen(folder, self.hostnames[self.host])
+            return None if appears(lambda: _has(folder, offer)) else _unseen(folder, self.hostnames[self.host])
         if _has(folder, offer):
             self.tell(Word())
             return None
@@ -203,19 +201,10 @@ def _has(folder: Path, offer: FolderOffer) -> bool:
     )
 
 
-def _sees(folder: Path, offer: FolderOffer) -> bool:
-    deadline_s = time.monotonic() + _SEEN_S
-    while not _has(folder, offer):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def _unseen(folder: Path, hostname: str) -> BadInput:
     return bad_input(
         wanted=f"the start folder {folder} on host {hostname}, whose file system host 0 shares",
-        got=f"none within {_SEEN_S:.0f} s",
+        got=f"none within {SEEN_S:.0f} s",
         do="mount it alike on all hosts, or set run.directory to a folder that they do not share",
         key="run.directory",
     )

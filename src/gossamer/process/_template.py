@@ -1,9 +1,9 @@
 """A process that has imported a program once and forks itself into each copy of it that is asked for.
 
-Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE...`: a socket to the supervisor that
-started it, that supervisor's pid, and the modules to import; the first one is the program. It computes nothing, and
-serves only where its imports left no thread and no open descriptor, so that what is forked from it is as good as a
-fresh interpreter. `template.py` has the other side.
+Run as `python -m gossamer.process._template_main DESCRIPTOR SUPERVISOR MODULE... -- ...`: a socket to the supervisor
+that started it, that supervisor's pid, and the modules to import; the first one is the program. What follows is for
+those who look at its command line. It computes nothing, and serves only where its imports left no thread and no open
+descriptor, so that what is forked from it is as good as a fresh interpreter. `template.py` has the other side.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
+
+from gossamer.process._shown import show
 
 READY = b"ready"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -71,7 +73,8 @@ class ForkRequest:
 
 def main() -> None:
     """Import the modules named on the command line, then serve."""
-    descriptor, supervisor, *modules = sys.argv[1:]
+    descriptor, supervisor, *words = sys.argv[1:]
+    modules = words[: words.index("--")]
     serve(socket.socket(fileno=int(descriptor)), int(supervisor), modules)
 
 
@@ -226,6 +229,7 @@ def _as_fresh(request: ForkRequest, module: str, start_folder: str) -> None:
     faulthandler.disable()
     if request.env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
+    show((sys.executable, "-m", module, *request.arguments), request.env)
     name = f"rank {request.env['RANK']}" if "RANK" in request.env else module
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 

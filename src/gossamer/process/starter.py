@@ -111,7 +111,9 @@ class ForkedStarter(Starter):
         self._fresh = FreshStarter()
         first.log.parent.mkdir(parents=True, exist_ok=True)
         with first.log.open("ab") as log:
-            self._template: Template | None = Template([first.argv[2], *imports], env=first.env, log=log)
+            self._template: Template | None = Template(
+                [first.argv[2], *imports], env=first.env, log=log, shown=first.argv[3:]
+            )
 
     def is_ready(self) -> bool:
         try:
@@ -122,8 +124,11 @@ class ForkedStarter(Starter):
 
     def start(self, job: Command, *, log: BinaryIO, box: int) -> StartedProcess:
         if self._template is not None and self.is_ready():
-            with contextlib.suppress(TemplateLost):
+            try:
                 return _copied(self._template, job, log, box)
+            except TemplateLost as error:
+                log.write(f"this process imports for itself, as {error}\n".encode())
+                log.flush()
         self.close()
         return self._fresh.start(job, log=log, box=box)
 
@@ -137,17 +142,22 @@ class ForkedStarter(Starter):
 def starter_of(jobs: Sequence[Command], imports: Sequence[str] = ()) -> Starter:
     """Return the starter for the workers of this host. `imports`: modules that they will import beside their program.
 
-    Workers are copied where there are several of one Python module (or this process is a copy with its imports), on
-    Linux with /proc and without an accelerator: a process that has met one cannot be forked, and imports of a user's
-    environment may meet it.
+    Workers are copied where there are several of one Python module (or this process is a copy with its imports).
     """
     is_module = bool(jobs) and jobs[0].argv[:2] == (sys.executable, "-m") and len(jobs[0].argv) > 2
-    can_fork = sys.platform == "linux" and os.path.isdir("/proc/self/task")
-    has_device = any(os.path.exists(device) for device in _DEVICES)
-    if not (is_module and can_fork) or has_device or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
+    if not (is_module and may_copy()) or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
         return FreshStarter()
     is_worth_it = len(jobs) > 1 or can_split([jobs[0].argv[2], *imports])
     return ForkedStarter(jobs[0], imports) if is_worth_it else FreshStarter()
+
+
+def may_copy() -> bool:
+    """Return whether processes may be copies here: on Linux with /proc and without an accelerator.
+
+    A process that has met one cannot be forked, and imports of a user's environment may meet it.
+    """
+    has_device = any(os.path.exists(device) for device in _DEVICES)
+    return sys.platform == "linux" and os.path.isdir("/proc/self/task") and not has_device
 
 
 def _copied(template: Template, job: Command, log: BinaryIO, box: int) -> StartedProcess:

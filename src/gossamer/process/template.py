@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, final
 
 from gossamer.process import _template
+from gossamer.process._shown import ROOM, ROOM_VARIABLE
 from gossamer.process._template import READY, ForkRequest
 
 _ENTER = Path(__file__).with_name("_child_init.py")
@@ -33,10 +35,13 @@ class Template:
     """A template process that imports `modules` and is forked for each copy; the first one is the copies' program.
 
     It is a fresh interpreter with the environment `env`, as libraries read theirs when they are loaded; or a fork of
-    this process where that is such a copy itself (`can_split`). What it says goes to `log`. On Linux only.
+    this process where that is such a copy itself (`can_split`). What it says goes to `log`. `shown`: arguments of the
+    copies, which its command line has for those who look at it. On Linux only.
     """
 
-    def __init__(self, modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO) -> None:
+    def __init__(
+        self, modules: Sequence[str], *, env: Mapping[str, str], log: BinaryIO, shown: Sequence[str] = ()
+    ) -> None:
         self._is_ready, self._process = False, None
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -45,8 +50,8 @@ class Template:
             else:
                 program = (sys.executable, "-m", _PROGRAM, str(theirs.fileno()), str(os.getpid()))
                 self._process = subprocess.Popen(
-                    tied((*program, *modules)),
-                    env=env,
+                    tied((*program, *modules, "--", *shown, " " * ROOM)),
+                    env={**env, ROOM_VARIABLE: " " * ROOM},
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -83,7 +88,7 @@ class Template:
     def close(self) -> None:
         """End the template process; its copies go on."""
         self._channel.close()
-        os.kill(self._pid, 9)  # it may still import; it has nothing to lose
+        os.kill(self._pid, signal.SIGKILL)  # it may still import; it has nothing to lose
         _, status = os.waitpid(self._pid, 0)
         if self._process is not None:
             self._process.returncode = os.waitstatus_to_exitcode(status)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _HINTS: WeakKeyDictionary[type[Any], Mapping[str, Any]] = WeakKeyDictionary()
+_VALIDATORS: WeakKeyDictionary[type[Any], dict[str, TypeAdapter[Any]]] = WeakKeyDictionary()
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
 
 
@@ -150,7 +151,7 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
-        else _coerce(value, hints[name], key=f"{key}.{name}")
+        else _coerce(value, _validator(cls, name), hints[name], key=f"{key}.{name}")
         for name, value in parameters.items()
     }
     if missing := [name for name in _required(cls) if name not in parameters]:
@@ -165,22 +166,25 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
         raise BadInput(str(error), key=key) from None
 
 
-def _coerce(value: Any, hint: Any, *, key: str) -> Any:
+def _coerce(value: Any, validator: TypeAdapter[Any], hint: Any, *, key: str) -> Any:
     from pydantic import ValidationError
 
     if value is None and type(None) in get_args(hint):  # also where the other kind is a method
         return None
     try:
-        return _validator(hint).validate_python(value)  # lax: YAML reads 1e-4 as a string
+        return validator.validate_python(value)  # lax: YAML reads 1e-4 as a string
     except ValidationError:
         raise bad_input(wanted=_name(hint), got=repr(value), do="write one", key=key) from None
 
 
-@cache
-def _validator(hint: Any) -> TypeAdapter[Any]:
+def _validator(cls: type[Any], name: str) -> TypeAdapter[Any]:
+    """Return the validator of a parameter, made once for its class: `int | float` equals `float | int`."""
     from pydantic import TypeAdapter
 
-    return TypeAdapter(hint)
+    known = _VALIDATORS.setdefault(cls, {})
+    if name not in known:
+        known[name] = TypeAdapter(_hints(cls)[name])
+    return known[name]
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}

@@ -58,9 +58,5 @@ class HostsRunner(PhaseRunner):
         with rollback_failed_start(phase.directory) if self.holds else nullcontext():  # what it began with, once
             self.agreed(lambda: prepared(phase))
             launch = Launcher(directory=phase.directory, config=phase.config, resume=resume)
-            _, is_asked = launch.met(self.node, lambda folder: _prepare(phase))
+            _, is_asked = launch.met(self.node, lambda folder: prepared(phase))
         return is_asked
-
-
-def _prepare(phase: Phase) -> None:
-    prepared(phase)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
 from gossamer.api.startup import rollback_failed_start
 from gossamer.job.worker import joined, run_rank, time_limit_s
-from gossamer.launch.agreement import Agreement
+from gossamer.launch.agreement import Agreement, appears
 from gossamer.launch.agreement_ranks import RankStore
 from gossamer.launch.worker import Ready
 from gossamer.settings.phases import Phase
@@ -21,8 +20,6 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
 from gossamer.view.open_display import open_display
 from gossamer.view.run_lock import held
-
-_SEEN_S = 30.0
 
 
 @dataclass(slots=True)
@@ -67,7 +64,7 @@ class RanksRunner(PhaseRunner):
     def given(self, folder: Path) -> None:
         """Ranks of a launcher have one run directory, which all their hosts see."""
         self.agreed(lambda: "")
-        self._refusal = None if _is_seen(folder) else self._unseen(folder)
+        self._refusal = None if appears(folder.is_dir) else self._unseen(folder)
         self.agreed(lambda: "")
 
     @property
@@ -102,13 +99,3 @@ class RanksRunner(PhaseRunner):
             "what it prepares",
             key="run.directory",
         )
-
-
-def _is_seen(folder: Path) -> bool:
-    """Return whether a folder, which appears complete, is there: a network file system may show it late."""
-    deadline_s = time.monotonic() + _SEEN_S
-    while not folder.is_dir():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.1)
-    return True
