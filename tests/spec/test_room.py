@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
-from gossamer.spec.registry import Registry, registry_of
+from gossamer.spec.registry import Registry, _coerce, registry_of
 
 FILES = {
     "__init__.py": """
@@ -91,6 +92,22 @@ def test_a_method_is_built_from_each_way_of_writing_it(toy: Registry[Any]) -> No
 def test_values_are_coerced_as_yaml_needs(toy: Registry[Any]) -> None:
     built = toy.build({"top_k": {"fraction": "1e-2", "rounds": "3", "names": ["a"]}})
     assert (built.fraction, built.rounds, built.names) == (0.01, 3, ("a",))
+
+
+def test_annotations_that_are_equal_coerce_each_by_its_own_order() -> None:
+    assert (int | float) == (float | int)
+    found = [_coerce("3", cls, "one", key="") for cls in (WholeFirst, NumberFirst)]
+    assert list(map(type, found)) == [int, float]
+
+
+@dataclass(frozen=True)
+class WholeFirst:
+    one: int | float
+
+
+@dataclass(frozen=True)
+class NumberFirst:
+    one: float | int
 
 
 def test_a_preset_is_another_method_with_fields_set_which_can_be_set_again(toy: Registry[Any]) -> None:

@@ -147,11 +147,11 @@ def _spelled_out(
 
 
 def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
-    inner, hints = _inner(cls), _hints(cls)
+    inner = _inner(cls)
     values = {
         name: inner[name].build(value, key=f"{key}.{name}")
         if name in inner and value is not None
-        else _coerce(value, _validator(cls, name), hints[name], key=f"{key}.{name}")
+        else _coerce(value, cls, name, key=f"{key}.{name}")
         for name, value in parameters.items()
     }
     if missing := [name for name in _required(cls) if name not in parameters]:
@@ -166,13 +166,15 @@ def _construct(cls: type[T], parameters: Mapping[str, Any], *, key: str) -> T:
         raise BadInput(str(error), key=key) from None
 
 
-def _coerce(value: Any, validator: TypeAdapter[Any], hint: Any, *, key: str) -> Any:
+def _coerce(value: Any, cls: type[Any], name: str, *, key: str) -> Any:
+    """Return the value of parameter `name` of `cls` as its annotation has it."""
     from pydantic import ValidationError
 
+    hint = _hints(cls)[name]
     if value is None and type(None) in get_args(hint):  # also where the other kind is a method
         return None
     try:
-        return validator.validate_python(value)  # lax: YAML reads 1e-4 as a string
+        return _validator(cls, name).validate_python(value)  # lax: YAML reads 1e-4 as a string
     except ValidationError:
         raise bad_input(wanted=_name(hint), got=repr(value), do="write one", key=key) from None
 
