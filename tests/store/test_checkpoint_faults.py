@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -10,11 +11,12 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gossamer.store.checkpoint import CheckpointWriter, latest_good, list_checkpoints, open_checkpoint
+from gossamer.store.checkpoint import CheckpointWriter, latest_good, list_checkpoints, open_checkpoint, save_attempt
 from store.crew import finish, good, left_over, save, whole
 
 
@@ -54,6 +56,24 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_no_garbage(small_disk: Path) 
 def test_a_full_disk_of_one_rank_is_told_to_all(small_disk: Path) -> None:
     results = save(small_disk, 1, [[whole("a", torch.ones(10))], [whole("b", torch.ones(800_000))]])
     assert "rank 1: the disk is full: rank 1 needs 3.2 MB" in results[0].error
+    assert not results[1].ok and left_over(small_disk) == [] and list_checkpoints(small_disk) == ()
+
+
+def test_a_rank_that_finds_the_disk_full_says_which_rank_does_not_fit(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 needs 40 B, and finds the disk as rank 1 has filled it."""
+    real_write = save_attempt.write_shard
+
+    def write_while_full(path: Path, *rest: Any) -> Any:
+        if path.name.startswith("rank-00000"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(path, *rest)
+
+    monkeypatch.setattr(save_attempt, "write_shard", write_while_full)
+    results = save(small_disk, 1, [[whole("a", torch.ones(10))], [whole("b", torch.ones(800_000))]])
+    for part in ("the disk is full: rank 0 needs 40 B", "rank 1: the disk is full: rank 1 needs 3.2 MB"):
+        assert part in results[0].error
     assert not results[1].ok and left_over(small_disk) == [] and list_checkpoints(small_disk) == ()
 
 

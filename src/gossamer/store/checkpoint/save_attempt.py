@@ -99,8 +99,11 @@ class SaveAttempt:
     def _target(self) -> Path:
         return step_folder(self.crew.directory, self.step)
 
+    def _rank_file(self, rank: int, suffix: str) -> Path:
+        return self._partial / f"rank-{rank:05d}.{suffix}"
+
     def _own(self, suffix: str) -> Path:
-        return self._partial / f"rank-{self.crew.rank:05d}.{suffix}"
+        return self._rank_file(self.crew.rank, suffix)
 
     def _write(self, pieces: Sequence[NamedSlice], meta: Mapping[str, Any]) -> RankManifest:
         self._partial.mkdir(exist_ok=True)
@@ -137,29 +140,60 @@ class SaveAttempt:
             _check_shards(self._partial, parts)
             self._publish(seal(encode_manifest(manifest)), self._partial / MANIFEST)
             for rank in range(crew.ranks):
-                (self._partial / f"rank-{rank:05d}.json").unlink()
+                self._rank_file(rank, "json").unlink()
             commit(self._partial, self._target)
-        except Exception:
+        except Exception as error:
+            # ranks that share a full disk fail in any order: the small one may be first, for want of what another took
+            told = self._told_by_others() if _is_full(error) else []
+            explained = self._say(error, pieces)
             discard(self._partial)
+            if told:
+                raise RunFailed("; ".join([explained, *told])) from error
             raise
         _check_shards(self._target, parts)  # the older ones go only when this one stands
         prune(crew.directory, self.step, crew.keep, self.pinned)
         sweep(crew.directory, crew.token, below=self.step)
 
     def _all_there(self) -> bool:
-        names = {path.name for path in self._partial.iterdir()}
-        failed = sorted(name for name in names if name.endswith(".failed"))
+        names = self._names()
+        failed = self._failed(names)
         if failed:
-            rank = int(failed[0].removeprefix("rank-").removesuffix(".failed"))
-            raise RunFailed(f"rank {rank}: {(self._partial / failed[0]).read_text()}")
-        return all(f"rank-{rank:05d}.json" in names for rank in range(self.crew.ranks))
+            raise RunFailed(failed[0])
+        return all(self._rank_file(rank, "json").name in names for rank in range(self.crew.ranks))
+
+    def _names(self) -> frozenset[str]:
+        """Return the names in the partial folder: one listing, however many ranks there are."""
+        return frozenset(path.name for path in self._partial.iterdir())
+
+    def _failed(self, names: frozenset[str]) -> list[str]:
+        """Return what each rank whose failure is among `names` says of it, in rank order."""
+        notes = [(rank, self._rank_file(rank, "failed")) for rank in range(self.crew.ranks)]
+        return [f"rank {rank}: {note.read_text()}" for rank, note in notes if note.name in names]
+
+    def _told_by_others(self) -> list[str]:
+        """Wait a moment until each other rank has written its shard or failed, and return what those that failed say.
+
+        This rank's own files go first, so that only a rank that does not fit even then fails.
+        """
+        if not self._partial.is_dir():  # there was no room even for the folder
+            return []
+        with suppress(OSError):
+            self._forget_earlier()
+        with suppress(RunFailed):
+            wait_until(self._others_ended, deadline_s=_SETTLE_S, abort=self.crew.abort, what=lambda: "the other ranks")
+        return self._failed(self._names())
+
+    def _others_ended(self) -> bool:
+        names = self._names()
+        others = (rank for rank in range(self.crew.ranks) if rank != self.crew.rank)
+        return all(any(self._rank_file(rank, end).name in names for end in ("json", "failed")) for rank in others)
 
     def _missing(self) -> str:
-        late = [rank for rank in range(self.crew.ranks) if not (self._partial / f"rank-{rank:05d}.json").exists()]
+        late = [rank for rank in range(self.crew.ranks) if not self._rank_file(rank, "json").exists()]
         return f"the shards of rank(s) {', '.join(map(str, late))} of {self.crew.ranks}"
 
     def _read_part(self, rank: int) -> RankManifest:
-        path = self._partial / f"rank-{rank:05d}.json"
+        path = self._rank_file(rank, "json")
         part = decode_part(unseal(path), path)
         if (part.step, part.rank, part.ranks) != (self.step, rank, self.crew.ranks):
             raise CheckpointMismatch(
@@ -193,7 +227,7 @@ class SaveAttempt:
         return not self._partial.exists()
 
     def _leader_refused(self) -> bool:
-        return (self._partial / "rank-00000.failed").exists()
+        return self._rank_file(0, "failed").exists()
 
     def _is_committed(self, part: RankManifest) -> bool:
         try:
@@ -204,7 +238,7 @@ class SaveAttempt:
     def _say(self, error: BaseException, pieces: Sequence[NamedSlice]) -> str:
         if isinstance(error, FileNotFoundError) and not self.crew.is_leader:
             return "rank 0 did not save this step, see the log of rank 0"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if _is_full(error):
             needed = sum(tensor.nbytes for _, tensor in pieces)
             return (
                 f"the disk is full: rank {self.crew.rank} needs {show_bytes(needed)} under {self.crew.directory}, "
@@ -218,6 +252,10 @@ def _check_shards(folder: Path, parts: Sequence[RankManifest]) -> None:
     """Check lengths and headers as the leader sees them; each rank has read back the data that it wrote."""
     for part in parts:
         ShardReader(folder, part.shard)
+
+
+def _is_full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _free_bytes(directory: Path) -> int:
