@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from gossamer.api import launcher, started_run
-from gossamer.api.launcher import RUN_FOLDER
+from gossamer.api.launcher import RUN_FOLDER, Launcher
 from gossamer.api.started_run import train_command
+from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, load
 from gossamer.spec.config import RunConfig
 from gossamer.view.run_directory import RunDirectory
@@ -98,3 +99,16 @@ def test_a_host_with_another_disk_makes_the_same_folder(hosts: Hosts, monkeypatc
     assert not list((hosts.folder / "runs").iterdir()), "here nothing was trained"
     assert RunDirectory(hosts.folder / "far/runs" / hosts.orders[0]["run"]).config().run.name == "mine"
     assert RUN_FOLDER not in os.environ
+
+
+def test_a_host_resumes_with_the_settings_of_the_launching_machine(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gossamer resume RUN train.steps=9` there: a disk of the host's own holds the settings of the first start."""
+    directory = RunDirectory(hosts.folder / "runs/20261127-000000-mine")
+    directory.keep(written().config, {})
+    monkeypatch.setenv(RUN_FOLDER, directory.name)
+    monkeypatch.setattr(Launcher, "met", lambda self, node, prepare: (self.directory, bool(prepare(self.directory))))
+    given = load(None, given={"run": {"name": "mine"}, "train": {"steps": 9}})
+    train_command(given, node=Node(1, 2, "127.0.0.1", 29400), resume="auto")
+    assert directory.config() == given.config

@@ -9,9 +9,9 @@ from typing import Any
 
 from gossamer.api.launcher import Launcher
 from gossamer.api.started_run import check_ranks, is_done
-from gossamer.api.startup import rollback_failed_start
+from gossamer.api.startup import keep_settings, rollback_failed_start
 from gossamer.settings import Resolved, located
-from gossamer.settings.plan_file import asks_for_another_plan, contradictions
+from gossamer.settings.plan_file import contradictions
 from gossamer.settings.validation_errors import DEFAULT
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
@@ -78,13 +78,10 @@ def go_on(
 
 def prepare_again(directory: RunDirectory, resolved: Resolved) -> None:
     """Write the configuration that a run resumes with; keep its plan only where the settings ask for the same one."""
-    config, before, plan = resolved.config, directory.config(), directory.plan()
-    directory.keep(config, resolved.origin)
-    if plan is not None and asks_for_another_plan(before, config):
-        directory.plan_file.unlink()
-    elif plan is not None:  # the user may have edited it
+    keep_settings(directory, resolved)
+    if (plan := directory.plan()) is not None:  # the user may have edited it
         given = {key for key, where in resolved.origin.items() if where != DEFAULT}
-        for error in contradictions(config, plan, given, name=str(directory.plan_file), lines={}):
+        for error in contradictions(resolved.config, plan, given, name=str(directory.plan_file), lines={}):
             raise error
 
 

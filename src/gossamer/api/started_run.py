@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.api.launcher import RUN_FOLDER, Launcher
-from gossamer.api.startup import rollback_failed_start
+from gossamer.api.startup import keep_settings, rollback_failed_start
 from gossamer.launch.environment import launcher_of, read_environment
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved
@@ -53,8 +53,10 @@ def train_command(
     directory, resuming = run_directory(resolved, resume)
 
     def prepare(folder: RunDirectory) -> None:
-        if not resuming:
-            folder.keep(resolved.config, resolved.origin)
+        if (
+            not resuming or folder.config() != resolved.config
+        ):  # `gossamer resume RUN key=value` on the launching machine
+            keep_settings(folder, resolved)
         if plan is not None:
             _adopt_plan(plan, folder)
 

@@ -1,4 +1,4 @@
-"""The rollback of a failed start: a run directory is complete, or as it was before."""
+"""A run directory before its ranks start: it gets its settings, and after a failed start it is as it was before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gossamer.settings import Resolved
+from gossamer.settings.plan_file import asks_for_another_plan
 from gossamer.spec.errors import BadInput, RunFailed
 from gossamer.spec.records import Start
 from gossamer.view.run_directory import RunDirectory
@@ -32,6 +34,14 @@ def rollback_failed_start(directory: RunDirectory) -> Iterator[None]:
             elif isinstance(error, BadInput) and not directory.records_file.exists():
                 shutil.rmtree(directory.path, ignore_errors=True)
         raise
+
+
+def keep_settings(directory: RunDirectory, resolved: Resolved) -> None:
+    """Write the configuration that a run starts or resumes with; its plan stays where the settings ask for the same."""
+    before = directory.config() if directory.config_file.exists() else None
+    directory.keep(resolved.config, resolved.origin)
+    if before is not None and directory.plan() is not None and asks_for_another_plan(before, resolved.config):
+        directory.plan_file.unlink(missing_ok=True)  # another host of a shared disk may have been first
 
 
 def _restore(files: Sequence[Path], before: Mapping[Path, bytes]) -> None:
