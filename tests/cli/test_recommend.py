@@ -14,7 +14,7 @@ from gossamer.api.sweep.trial import TrialResult
 from gossamer.cli import main
 from gossamer.spec.errors import BadInput
 
-LR, BATCH = "train.optimizer.adamw.lr", "train.batch"
+LR, SGD, BATCH = "train.optimizer.adamw.lr", "train.optimizer.sgd.lr", "train.batch"
 
 
 def swept(folder: Path, settings: list[str], figure: str = "validation_loss", left: int = 0) -> Path:
@@ -25,7 +25,7 @@ def swept(folder: Path, settings: list[str], figure: str = "validation_loss", le
     place.open(sweep.asked(), file)
     for one in sweep.trials(range(len(sweep.points) - left), 1.0):
         values = dict(text.split("=") for text in one.overrides)
-        exponent = int(values[LR].partition("e")[2])
+        exponent = int((values[LR] if LR in values else values[SGD]).partition("e")[2])
         score = 2 + exponent / 10 + int(values.get(BATCH, 8)) / 100
         place.append(TrialResult(trial=one.name, outcome="done", figures={figure: score}))
     return folder
@@ -67,3 +67,15 @@ def test_what_no_run_tells_of_another_task_is_told(tmp_path: Path, capsys: pytes
     task.write_text("train: {steps: 100, max_grad_norm: 0.5}\ndata: {sequence: 32}\n")
     assert main(["recommend", str(folder), "--for", str(task)]) == 0
     assert "no prediction counts it: data.sequence, train.max_grad_norm" in capsys.readouterr().out
+
+
+def test_the_rates_of_two_optimizers_are_not_crossed(tmp_path: Path) -> None:
+    """A run has one of them: the combinations are those with either rate."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    adamw = swept(tmp_path / "a/s", [f"{BATCH}=8,16,32", f"{LR}=1e-2,1e-3"], left=1)
+    sgd = swept(tmp_path / "b/s", [f"{BATCH}=8,16,32", f"{SGD}=1e-1,1e-2"], left=1)
+    told = recommend_command([adamw, sgd])
+    found = [one["overrides"] for one in told["points"]]
+    assert sorted(found) == [[f"{BATCH}=32", f"{LR}=1e-3"], [f"{BATCH}=32", f"{SGD}=1e-2"]]
+    assert told["open"] == 2

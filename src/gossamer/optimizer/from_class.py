@@ -25,7 +25,6 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.user_function import check_arguments, complaint, function_named
 from gossamer.spec.validate import positive
 
-_KEY = "train.optimizer.from_class"
 _BEGUN = "begun"
 _TRIAL_STEPS = 3
 
@@ -43,9 +42,9 @@ class FromClass(Optimizer):
         found = self._class
         if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
             do = "name a class such as torch.optim:NAdam"
-            raise bad_input(wanted="a subclass of torch.optim.Optimizer", got=self.path, do=do, key=f"{_KEY}.path")
+            raise bad_input(wanted="a subclass of torch.optim.Optimizer", got=self.path, do=do, key="path")
         given = {"params": [], "lr": self.lr, **self.arguments}
-        check_arguments(found, self.path, given, key=f"{_KEY}.arguments")
+        check_arguments(found, self.path, given, key="arguments")
         self._try()
 
     @property
@@ -123,7 +122,7 @@ class FromClass(Optimizer):
 
     @cached_property
     def _class(self) -> Any:
-        return function_named(self.path, key=f"{_KEY}.path")
+        return function_named(self.path, key="path")
 
     @cached_property
     def _known(self) -> dict[int, dict[str, bool]]:
@@ -133,7 +132,7 @@ class FromClass(Optimizer):
         try:
             made: torch.optim.Optimizer = self._class(list(params), lr=self.lr, **copy.deepcopy(self.arguments))
         except Exception as error:  # whatever the class raises
-            raise complaint(f"to make {self.path}", error, key=f"{_KEY}.arguments") from error
+            raise complaint(f"to make {self.path}", error, key="arguments") from error
         return made
 
     def _slots_of(self, shape: tuple[int, ...]) -> dict[str, bool]:
@@ -194,7 +193,7 @@ class FromClass(Optimizer):
             try:
                 made.step()
             except Exception as error:  # whatever the class raises
-                raise complaint(f"{self.path} to take a step", error, key=f"{_KEY}.path") from error
+                raise complaint(f"{self.path} to take a step", error, key="path") from error
         return made
 
     def _refused(self, got: str, wanted: str) -> BadInput:
@@ -202,7 +201,7 @@ class FromClass(Optimizer):
             wanted=f"{wanted}, as ranks hold parts of a model and checkpoints hold states by parameter",
             got=f"{self.path} with {got}",
             do="choose another class, or train with a loop of your own (gossamer.wrap)",
-            key=f"{_KEY}.path",
+            key="path",
         )
 
 

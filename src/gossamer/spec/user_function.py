@@ -23,7 +23,13 @@ def function_named(name: str, *, key: str) -> Callable[..., Any]:
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise bad_input(wanted='"package.module:function"', got=repr(name), do="write module and function", key=key)
+        before, _, last = name.rpartition(".")
+        do = (
+            f"write {before}:{last}"
+            if before and last and not colon
+            else "write the module, a colon and the name in it"
+        )
+        raise bad_input(wanted='"package.module:function"', got=repr(name), do=do, key=key)
     here = str(Path.cwd())
     if here not in sys.path:  # stays: the user's module may import its neighbors later, when it is called
         sys.path.insert(0, here)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +23,7 @@ from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.regression import Array, Ridge, unseen_errors
 from gossamer.api.sweep.trial import METRICS, common_metric
 from gossamer.settings.grid import Axis, Grid
-from gossamer.spec.errors import bad_input
+from gossamer.spec.errors import BadInput, bad_input
 
 _FEWEST = 6  # rows
 _MOST = 10_000  # combinations
@@ -153,7 +154,7 @@ def recommend_command(
     if not columns:
         raise bad_input(wanted="runs that differ in a key", got="none", do="sweep over a key's values first")
     target = file or sweeps[0].file
-    candidates = _candidates(sweeps, settings)
+    candidates = _candidates(sweeps, settings, target)
     x, y = _matrix([row.values for row in rows], columns), np.array([row.score for row in rows])
     found = [(point, configuration(target, point)) for point in candidates]
     _check_known([values for _, values in found], [row.values for row in rows], columns)
@@ -180,18 +181,40 @@ def _matrix(rows: Sequence[Values], columns: Sequence[Column]) -> Array:
     return np.array([[one.of(row) for one in columns] for row in rows])
 
 
-def _candidates(sweeps: Sequence[ReadSweep], settings: Sequence[str]) -> list[tuple[str, ...]]:
+def _candidates(sweeps: Sequence[ReadSweep], settings: Sequence[str], target: Path) -> list[tuple[str, ...]]:
     grid = Grid.parse(settings)
     if not settings:
         tried: dict[str, dict[str, None]] = {}
         for key, values in ((key, values) for one in sweeps for key, values in one.tried.items()):
             tried.setdefault(key, {}).update(dict.fromkeys(values))
         grid = Grid(tuple(Axis(key, tuple(values)) for key, values in tried.items()))
-    count = int(np.prod([len(axis.values) for axis in grid.axes], dtype=object))
+    grids = [Grid(axes) for axes in dict.fromkeys(_compatible(grid.axes, target))]
+    count = sum(int(np.prod([len(axis.values) for axis in one.axes], dtype=object)) for one in grids)
     if count > _MOST:
         do = "give fewer values as key=value,value"
         raise bad_input(wanted=f"{_MOST:,} combinations at most", got=f"{count:,}", do=do)
-    return grid.points()
+    return [point for one in grids for point in one.points()]
+
+
+def _compatible(axes: tuple[Axis, ...], target: Path) -> list[tuple[Axis, ...]]:
+    """Return the largest parts of `axes` whose keys a run can have together, such as the rate of one optimizer."""
+    for first, second in combinations(axes, 2):
+        if _excludes(first, second, target):
+            return [
+                part
+                for left in (second, first)
+                for part in _compatible(tuple(one for one in axes if one is not left), target)
+            ]
+    return [axes]
+
+
+def _excludes(first: Axis, second: Axis, target: Path) -> bool:
+    """Return whether a run with a value of `second` has no value of `first` any more."""
+    try:
+        values = configuration(target, [f"{one.key}={one.values[0]}" for one in (first, second)])
+    except BadInput:
+        return True
+    return not any(key == first.key or key.startswith(f"{first.key}.") for key in values)
 
 
 def _check_known(candidates: Sequence[Values], rows: Sequence[Values], columns: Sequence[Column]) -> None:
