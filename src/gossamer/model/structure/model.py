@@ -13,16 +13,15 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.side_effects import untouched
 from gossamer.model.split.meta_init import without_storage
 from gossamer.model.structure.dimension import Dimension
-from gossamer.model.structure.trace import (
+from gossamer.model.structure.trace import DimensionTrace, plain_attention
+from gossamer.model.structure.uses import (
     ADDED,
     INDEXED,
     NORM_SCALE,
     NORM_SHIFT,
     READS,
     WRITES,
-    DimensionTrace,
     TracedNorm,
-    plain_attention,
 )
 from gossamer.model.token_logits import logits_of
 from gossamer.model.units import block_names

@@ -8,9 +8,9 @@ parameter is refused by name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gossamer.model.split.trace_backends import FakeTensorOps
-from gossamer.model.structure.dimension import Clash, Dimension, parts_of, product_of, sliced, unify, viewed
-from gossamer.spec.errors import BadInput, bad_input
-
-Dims: TypeAlias = tuple[Dimension, ...]
-
-# How a parameter's dim is used.
-READS, WRITES, INDEXED, ADDED, SCALES, NORM_SCALE, NORM_SHIFT = (
-    *("reads", "writes", "indexed", "added", "scales", "norm_scale", "norm_shift"),
+from gossamer.model.structure.dimension import Clash, Dimension, parts_of, product_of, sliced, unify
+from gossamer.model.structure.layouts import LAYOUTS, Dims
+from gossamer.model.structure.uses import (
+    ADDED,
+    INDEXED,
+    NORM_SCALE,
+    NORM_SHIFT,
+    READS,
+    SCALES,
+    WRITES,
+    TracedNorm,
+    Uses,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TracedNorm:
-    """A normalization over the last dim of a tensor. `weight` and `bias` are set when they are seen."""
-
-    kind: str  # "layer" or "rms"
-    eps: float
-    dim: Dimension
-    names: dict[str, str] = field(default_factory=dict)  # "weight", "bias" -> parameter
+from gossamer.spec.errors import BadInput, bad_input
 
 
 @dataclass(slots=True)
@@ -53,27 +48,6 @@ class _Seen:
     root: tuple[int, Dimension, float] | None = None  # the same: this is the inverse root (or the root) of that mean
     is_inverse: bool = True
     is_ids: bool = False  # it is the token ids of the batch, or a view of them
-
-
-@dataclass(slots=True)
-class Uses:
-    """How parameters are used: (parameter, dim) -> how; and which normalization a parameter reads (None: no norm).
-
-    span: the numbers of the first and the last operator that takes a parameter; tables: those that token ids look up.
-    """
-
-    of: dict[tuple[str, int], set[str]] = field(default_factory=dict)
-    norms_read: dict[str, set[TracedNorm | None]] = field(default_factory=dict)
-    norms: list[TracedNorm] = field(default_factory=list)
-    span: dict[str, tuple[int, int]] = field(default_factory=dict)
-    tables: list[str] = field(default_factory=list)
-
-    def add(self, name: str, dim: int | None, how: str) -> None:
-        if dim is not None:
-            self.of.setdefault((name, dim), set()).add(how)
-
-    def take(self, name: str, operator: int) -> None:
-        self.span[name] = (self.span.get(name, (operator,))[0], operator)
 
 
 class DimensionTrace(TorchDispatchMode):
@@ -136,12 +110,12 @@ class DimensionTrace(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, *, is_tracked: bool) -> None:
         name = func._schema.name.removeprefix("aten::")
-        if name.endswith("_") and name[:-1] in _SPECIAL | _LAYOUT.keys():
+        if name.endswith("_") and name[:-1] in _SPECIAL | LAYOUTS.keys():
             name = name[:-1]
         handler: Callable[..., None] | None = getattr(self, f"_{name.strip('_')}", None) if name in _SPECIAL else None
         if handler is not None:
             handler(args, kwargs, out)
-        elif name in _LAYOUT:
+        elif name in LAYOUTS:
             self._layout(name, args, kwargs, out)
         elif torch.Tag.pointwise in func.tags or name in _POINTWISE:
             self._pointwise(name, args, kwargs, out)
@@ -357,7 +331,7 @@ class DimensionTrace(TorchDispatchMode):
 
     def _layout(self, name: str, args: Any, kwargs: Any, out: Tensor) -> None:
         seen = self._of(args[0])
-        dims, places = _LAYOUT[name](seen.dims, args[1:], kwargs, tuple(out.shape))
+        dims, places = LAYOUTS[name](seen.dims, args[1:], kwargs, tuple(out.shape))
         found = self._put(out, dims, seen)
         if seen.of is not None and places is not None:
             of = tuple(seen.of[1][one] if one is not None else None for one in places)
@@ -425,85 +399,6 @@ def _refusal(func: Any, seen: Sequence[_Seen], why: str) -> BadInput:
     )
 
 
-Layout: TypeAlias = tuple[Sequence[Dimension], Sequence["int | None"] | None]
-
-
-def _same(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    return dims, range(len(dims))
-
-
-def _view(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    if tuple(one.size for one in dims) == shape:
-        return dims, range(len(dims))
-    return viewed(dims, shape), None
-
-
-def _permute(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    order = [one % len(dims) for one in args[0]]
-    return [dims[one] for one in order], order
-
-
-def _transpose(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    order = list(range(len(dims)))
-    a, b = (args[0] % len(dims), args[1] % len(dims)) if args else (0, len(dims) - 1)
-    order[a], order[b] = order[b], order[a]
-    return [dims[one] for one in order], order
-
-
-def _unsqueeze(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    at = args[0] % (len(dims) + 1)
-    found: list[int | None] = list(range(len(dims)))
-    return [*dims[:at], Dimension(1), *dims[at:]], [*found[:at], None, *found[at:]]
-
-
-def _squeeze(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    given = args[0] if args else range(len(dims))
-    at = {one % len(dims) for one in ([given] if isinstance(given, int) else given)}
-    kept = [one for one in range(len(dims)) if one not in at or dims[one].size != 1]
-    return [dims[one] for one in kept], kept
-
-
-def _expand(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    more = len(shape) - len(dims)
-    found = [Dimension(n) for n in shape[:more]]
-    places: list[int | None] = [None] * more
-    for place, (one, size) in enumerate(zip(dims, shape[more:], strict=True)):
-        found.append(one if one.size == size else Dimension(size))
-        places.append(place if one.size == size else None)
-    return found, places
-
-
-def _slice(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    at = (args[0] if args else kwargs.get("dim", 0)) % len(dims)
-    size = dims[at].size
-    start, end, step = (args[1] if len(args) > 1 else 0), (args[2] if len(args) > 2 else size), 1
-    step = args[3] if len(args) > 3 else kwargs.get("step", 1)
-    start, end = (min(max(n + size if n < 0 else n, 0), size) for n in (start or 0, size if end is None else end))
-    if step != 1:
-        raise Clash("a slice with steps")
-    return [*dims[:at], sliced(dims[at], start, end), *dims[at + 1 :]], range(len(dims))
-
-
-def _repeat(dims: Dims, args: Any, kwargs: Any, shape: tuple[int, ...]) -> Layout:
-    many = list(args[0])
-    more = len(many) - len(dims)
-    found = [Dimension(n) for n in many[:more]]
-    for one, count in zip(dims, many[more:], strict=True):
-        found.append(one if count == 1 else product_of([Dimension(count), one]))
-    return found, None
-
-
-_LAYOUT: Mapping[str, Callable[..., Layout]] = {
-    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "lift_fresh", "_to_copy", "copy"), _same),
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
-    **dict.fromkeys(("transpose", "t", "numpy_T"), _transpose),
-    "permute": _permute,
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "expand": _expand,
-    "slice": _slice,
-    "repeat": _repeat,
-}
 _SPECIAL = frozenset(
     {
         *("mm", "bmm", "addmm", "baddbmm", "embedding", "native_layer_norm", "_fused_rms_norm", "_softmax"),
