@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,16 @@ def test_a_machine_counts_libraries_once() -> None:
     one = fit(Machine(name="a", ranks=range(2), total=16 * GIB, free=8 * GIB), *[rank(parameters=GIB)] * 2)
     assert one.needed(one.machines[0]) == 2 * GIB + 2 * (GIB + GIB)
     assert one.fits and one.told([])["verdict"] == "fits"
+
+
+def test_copies_count_their_imports_once() -> None:
+    """Three processes of 1 GiB each: a copy has its buffers, and 40 MiB of what it writes to, for itself."""
+    fresh = Machine(name="a", ranks=range(3), total=16 * GIB, free=8 * GIB)
+    copied = replace(fresh, are_copies=True)
+    one = fit(fresh, *[rank(parameters=GIB)] * 3)
+    assert one.needed(fresh) == 2 * GIB + 3 * (GIB + GIB)
+    assert one.needed(copied) == 2 * GIB + (GIB - (80 << 20)) + 3 * ((80 << 20) + GIB)
+    assert ProcessBase(60 << 20, 0).of(3, are_copies=True) == 180 << 20, "no process has less than nothing to share"
 
 
 def test_what_others_hold_must_be_given_back() -> None:

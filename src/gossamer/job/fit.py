@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gossamer.job.memory_forecast import MemoryForecast, RankMemory
+from gossamer.process.starter import copies_are_wanted
 from gossamer.run.resources import memory, resident_bytes
 from gossamer.spec.units import show_gib
 
 _BUFFERS = 40 << 20  # of a worker besides: threads, sockets and messages, scratch of matmuls (docs/results/fit.json)
+_TOUCHED = 40 << 20  # what a copy of a process with imports writes to of them, measured on Linux: 36 to 44 MiB
 _USUAL_OWN, _USUAL_SHARED = 280 << 20, 112 << 20  # torch 2.13 and transformers on Linux: 432 MiB with the buffers
 
 
@@ -19,6 +21,11 @@ class ProcessBase:
 
     own: int
     shared: int
+
+    def of(self, processes: int, *, are_copies: bool) -> int:
+        """Return the bytes of so many processes together; copies share what of their imports they do not write to."""
+        imports = max(0, self.own - _BUFFERS - _TOUCHED) if are_copies else 0
+        return self.shared + imports + processes * (self.own - imports)
 
     @staticmethod
     def measured() -> ProcessBase:
@@ -34,18 +41,24 @@ class ProcessBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine of the run, with the ranks that run on it. `total`, `free`: bytes of memory; 0: not known."""
+    """A machine of the run, with the ranks that run on it. `total`, `free`: bytes of memory; 0: not known.
+
+    are_copies: its ranks are copies of one process that has imported for all.
+    """
 
     name: str
     ranks: range
     total: int
     free: int
+    are_copies: bool = False
 
     @staticmethod
     def here(ranks: range, base: ProcessBase) -> Machine:
         """Return this machine, with what this process will have given back by the time the run starts."""
         total, free = memory()
-        return Machine(name="this machine", ranks=ranks, total=total, free=min(total, free + base.own + base.shared))
+        free = min(total, free + base.own + base.shared)
+        is_copied = len(ranks) > 1 and copies_are_wanted()
+        return Machine(name="this machine", ranks=ranks, total=total, free=free, are_copies=is_copied)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +72,8 @@ class Fit:
     def needed(self, machine: Machine, forecast: MemoryForecast | None = None) -> int:
         """Return the bytes that the processes on a machine need together."""
         ranks = (forecast or self.forecast).ranks
-        return self.base.shared + sum(self.base.own + ranks[rank].total for rank in machine.ranks)
+        processes = self.base.of(len(machine.ranks), are_copies=machine.are_copies)
+        return processes + sum(ranks[rank].total for rank in machine.ranks)
 
     def lacking(self, forecast: MemoryForecast | None = None) -> list[Machine]:
         """Return the machines that have too little memory, whatever else runs there."""

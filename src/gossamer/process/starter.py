@@ -145,10 +145,15 @@ def starter_of(jobs: Sequence[Command], imports: Sequence[str] = ()) -> Starter:
     Workers are copied where there are several of one Python module (or this process is a copy with its imports).
     """
     is_module = bool(jobs) and jobs[0].argv[:2] == (sys.executable, "-m") and len(jobs[0].argv) > 2
-    if not (is_module and may_copy()) or os.environ.get("GOSSAMER_FRESH_RANKS") == "1":
+    if not (is_module and copies_are_wanted()):
         return FreshStarter()
     is_worth_it = len(jobs) > 1 or can_split([jobs[0].argv[2], *imports])
     return ForkedStarter(jobs[0], imports) if is_worth_it else FreshStarter()
+
+
+def copies_are_wanted() -> bool:
+    """Return whether several workers of one module are copies on this host: they may be, and the user lets them."""
+    return may_copy() and os.environ.get("GOSSAMER_FRESH_RANKS") != "1"
 
 
 def may_copy() -> bool:
