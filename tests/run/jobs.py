@@ -612,7 +612,8 @@ def train(
         with torch.no_grad():
             found["logits"] = held.module.eval()(rows["input_ids"], rows["scale"]).tolist()
     if values:
-        found["values"] = [x for _, p in sorted(held.module.named_parameters()) for x in p.detach().flatten().tolist()]
+        here = [p for _, p in sorted(held.module.named_parameters()) if not isinstance(p, AbsentTensor)]
+        found["values"] = [x for p in here for x in p.detach().flatten().tolist()]
     if config.train.sample_prompt and held.cut is None:
         of = {"tokens": config.train.sample_max_new_tokens, "window": config.data.sequence, "top_k": 50}
         found["text"] = generate(held.module, Letters(), config.train.sample_prompt, seed=config.train.seed, **of)

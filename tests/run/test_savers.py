@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "islands": (2, {"sync": {"local_sgd": {"sync_every": 2}}, "exchange": "dense"}),
     "stages": (2, {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.1"]}),
 }
+SPLIT = {"pipeline_schedule": {"split_backward": {"inner": "gpipe"}}}  # a backward in two parts
+MORE: dict[str, tuple[int, dict[str, Any]]] = {**LAYOUTS, "split": (2, {**LAYOUTS["stages"][1], **SPLIT})}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -49,7 +51,7 @@ def swap(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("units", ["auto", "all"])
-@pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "islands", "tiers"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "tiers", pytest.param("split", marks=pytest.mark.nightly)])
 def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, layout: str, units: str) -> None:
     """Clipped steps, dropout, tied weights, micro-batches, rows without a label; beside states in tiers as well."""
     sizes = {"device": "64MB", "host": "64MB", "file": "64MB"}
@@ -57,7 +59,7 @@ def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, l
     for savers in ([], [swap(tmp_path, units=units)]):
         folder = tmp_path / str(len(found))
         tiers = {"sharding": {"tiers": {**sizes, "directory": str(folder / "tiers")}}}
-        ranks, plan = (1, tiers) if layout == "tiers" else LAYOUTS[layout]
+        ranks, plan = (1, tiers) if layout == "tiers" else MORE[layout]
         sections = {"plan": {"exchange": "dense", **plan, "savers": savers}, "train": {"accumulate": 2}}
         found.append(pool.run("run.jobs:train", ranks, folder=str(folder), steps=4, dropout=0.1, sections=sections))
     assert [one["digest"] for one in found[0]] == [one["digest"] for one in found[1]]
@@ -69,8 +71,6 @@ def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, l
 @pytest.mark.parametrize(
     ("beside", "wanted"),
     [
-        ({"plan": {"mesh": {"pipe": 2}}}, "one stage with"),
-        ({"plan": {"sharding": "zero3"}}, "parameters that are there all the time"),
         ({"plan": {"sync": "just_one_byte"}, "train": {"optimizer": {"sgd": {"lr": 1e-4}}}}, "a backward pass"),
         ({"savers": ["recompute"]}, "activation_swap without recompute"),
         ({"savers": ["fp8_activations"]}, "activation_swap without fp8_activations"),
@@ -93,20 +93,20 @@ def test_savers_in_an_order_that_does_not_work_are_told_the_one_that_does() -> N
             make_plan(config, module, ranks=1, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("layout", ["one process", "zero1", "zero2", "zero3", "islands"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param("split", marks=pytest.mark.nightly)])
 def test_a_run_in_tiles_is_nearly_the_run_that_is_not(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Of SGD: AdamW divides rounding errors by rounding errors where gradients are 0."""
-    ranks, plan = LAYOUTS[layout]
+    ranks, plan = MORE[layout]
     found = []
     for savers in ([], [{"tiling": {"linears": "*", "tiles": 3}}]):
         train = {"accumulate": 2, "optimizer": {"sgd": {"lr": 0.1}}}
         sections = {"plan": {"exchange": "dense", **plan, "savers": savers}, "train": train}
         folder = str(tmp_path / str(len(found)))
         given = {"folder": folder, "steps": 4, "dropout": 0.1, "values": True, "sections": sections}
-        found.append(pool.run("run.jobs:train", ranks, **given)[0])
-    plain, ours = (torch.tensor(one["values"]) for one in found)
-    assert torch.allclose(plain, ours, rtol=1e-5, atol=1e-6)
-    assert found[0]["digest"] != found[1]["digest"], "sums in another order"
+        found.append(pool.run("run.jobs:train", ranks, **given))
+    for plain, ours in zip(*found, strict=True):
+        assert torch.allclose(torch.tensor(plain["values"]), torch.tensor(ours["values"]), rtol=1e-5, atol=1e-6)
+        assert plain["digest"] != ours["digest"], "sums in another order"
     assert "linear layers run in 3 tiles" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
 
 
@@ -125,3 +125,19 @@ def test_a_model_with_an_adapter_trains_as_without_savers(pool: Pool, tmp_path: 
     found = [[one["loss"] for one in each if one["kind"] == "step"] for each in lines]
     assert len(found[0]) == 4
     assert found[1] == (pytest.approx(found[0], rel=1e-5) if saver == "tiling" else found[0])
+
+
+@pytest.mark.parametrize("layout", ["zero3", "stages", pytest.param("split", marks=pytest.mark.nightly)])
+def test_inputs_kept_in_8_bits_are_those_of_one_process(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """Of micro-batches with the same rows: what is coded is the same in any layout."""
+    found = []
+    for where, savers in (("one process", True), (layout, True), (layout, False)):
+        ranks, plan = MORE[where]
+        plan = {"exchange": "dense", **plan, "savers": [{"fp8_activations": {"least": 1}}] if savers else []}
+        sections = {"plan": plan, "train": {"accumulate": 8 // ranks if layout == "zero3" else 4}}
+        folder = tmp_path / str(len(found))
+        pool.run("run.jobs:train", ranks, folder=str(folder), steps=3, kind="wide", sections=sections)
+        lines = (folder / "run" / "records.jsonl").read_text().splitlines()
+        found.append([each["loss"] for each in map(json.loads, lines) if each["kind"] == "step"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[1] != found[2], "something is coded"

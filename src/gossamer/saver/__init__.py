@@ -87,13 +87,12 @@ class Installed:
 class Saver(ABC):
     """A way to save memory: a frozen dataclass of settings.
 
-    `is_exact`: trained weights are bit-equal to those of plain training. `in_stages`: it works in a model in pipeline
-    stages. `with_sharded_parameters`: it works where a unit's parameters are there only while the unit runs.
-    `excludes`: names of other savers that it cannot be combined with. `before`: of those that it is to be named before.
+    `is_exact`: trained weights are bit-equal to those of plain training. `with_sharded_parameters`: it works where a
+    unit's parameters are there only while the unit runs. `excludes`: names of other savers that it cannot be combined
+    with. `before`: of those that it is to be named before.
     """
 
     is_exact: ClassVar[bool] = True
-    in_stages: ClassVar[bool] = False
     with_sharded_parameters: ClassVar[bool] = False
     excludes: ClassVar[tuple[str, ...]] = ()
     before: ClassVar[tuple[str, ...]] = ()

@@ -18,8 +18,10 @@ Paper:  Liao et al., Fuyou, arXiv 2403.06504, section on automatic activation sw
 Unlike the papers: the set of blocks is the best of all sets, not a prefix in the order of seconds per byte. Weights and
         updates that tiers move through the same disk are not in the model: with tiers fewer blocks should swap than it
         finds, so that `units` with names may be faster.
+Stages: each rank has a file; of its units all swap that may (`units: auto` too), as a stage cannot run alone to be
+        measured. `file` holds what the micro-batches save that are alive there at one time.
 Good when: activations are most of the memory, and a block computes longer than its bytes take.
-Not for:   CUDA devices, pipeline stages, zero3, compiled models, beside recompute (it recomputes by itself) or
+Not for:   CUDA devices, compiled models, beside recompute (it recomputes by itself) or
         fp8_activations: these are refused.
 """
 
@@ -67,6 +69,7 @@ class ActivationSwap(Saver):
     """
 
     is_exact: ClassVar[bool] = True
+    with_sharded_parameters: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("recompute", "fp8_activations")
 
     host: str | int
@@ -94,7 +97,7 @@ class ActivationSwap(Saver):
         return Path(self.directory).expanduser()
 
     def install(self, module: nn.Module, site: Site) -> Installed:
-        names = self._candidates(module, site)
+        names = tuple(name for name in self._candidates(module, site) if name not in site.elsewhere)
         host, least = read_size(self.host, key="host"), read_size(self.least, key="least")
         _check_module(module)
         if site.is_outline:
@@ -156,7 +159,7 @@ class ActivationSwap(Saver):
     def _settled(self, units: _Units, site: Site, store: SwapStore) -> str:
         """Measure a micro-batch of which all swaps, recompute the units for which that is faster; say what is done."""
         rate = mixed_rate(store.file)
-        if site.batch is None:
+        if site.batch is None or site.in_stages:  # a stage cannot run alone to be measured
             return f"{len(units.there)} units swap what they save, at {show_bytes(rate)}/s, as measured"
         for _ in range(2):  # the first one also allocates
             forward_s, backward_s = _run(units.module, site, store)

@@ -48,7 +48,6 @@ class CutCrossEntropy(Saver):
     """
 
     is_exact: ClassVar[bool] = False
-    in_stages: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ("fp8_activations",)  # its check compares with exact gradients
 
     gradients: Literal["forward", "backward"] = "forward"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.saver import Installed, Saver, Site
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import positive
@@ -36,6 +37,7 @@ class Fp8Activations(Saver):
     """Layers' inputs kept in FP8; `least`: inputs with fewer numbers stay as they are."""
 
     is_exact: ClassVar[bool] = False
+    with_sharded_parameters: ClassVar[bool] = True
     excludes: ClassVar[tuple[str, ...]] = ("recompute",)
 
     least: int = 4096
@@ -60,7 +62,7 @@ class Fp8Activations(Saver):
                 key=_KEY,
             )
         shared: _Shared = {}
-        ends = [_wrapped(one, self.least, shared) for one in layers]
+        ends = [_wrapped(one, self.least, shared) for one in layers if _is_here(one)]
 
         def remove() -> None:
             for end in ends:
@@ -106,6 +108,11 @@ def _is_layer(module: nn.Module) -> bool:
     return has_parameters and not any(module.children()) and not isinstance(module, nn.Embedding)
 
 
+def _is_here(layer: nn.Module) -> bool:
+    """Return whether this rank runs the layer: its parameters are none of another stage's."""
+    return not any(isinstance(one, AbsentTensor) for one in layer.parameters())
+
+
 def _wrapped(layer: nn.Module, least: int, shared: _Shared) -> Callable[[], None]:
     """Have a layer keep its inputs in 8 bits, in training; return what undoes it."""
     plain, was_own = layer.forward, "forward" in vars(layer)
@@ -138,7 +145,7 @@ def _wrapped(layer: nn.Module, least: int, shared: _Shared) -> Callable[[], None
 
 
 def _can_be_coded(x: Tensor, least: int) -> bool:
-    is_activation = not isinstance(x, nn.Parameter) and x.dtype in _WIDE
+    is_activation = not isinstance(x, nn.Parameter | AbsentTensor) and x.dtype in _WIDE
     return is_activation and x.is_contiguous() and x.numel() >= least and x.shape[-1] % _GROUP == 0
 
 

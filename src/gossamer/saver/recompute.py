@@ -38,7 +38,6 @@ class Recompute(Saver):
     budget: str = ""
     units: tuple[str, ...] | None = None
 
-    in_stages: ClassVar[bool] = True
     with_sharded_parameters: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ Tiers:  with plan.sharding tiers two tiles of a weight are in memory at one time
         ahead, and evaluation runs in tiles too. A weight that other code reads as well (a tied embedding) stays whole.
 Unlike the paper: tiles are rows of one parameter, and not parameters of their own, so that names and state dict stay as
         they are. Gradients and the optimizer states of an update are whole, also with tiers.
-Good when: linear layers have few rows of inputs beside large weights.   Not for: compiled models, stages.
+Good when: linear layers have few rows of inputs beside large weights.   Not for: compiled models.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.unit_forward import UnitForward
 from gossamer.saver import Installed, Saver, Site
 from gossamer.sharding import TiledWeight
@@ -73,6 +74,7 @@ class Tiling(Saver):
         there = [
             _TiledForward(one, TiledWeight(names[id(one.weight)], spans(one.out_features, self.tiles)))
             for one in found.values()
+            if not isinstance(one.weight, AbsentTensor)
         ]
         tiled = tuple(one.source for one in there)
 
@@ -80,17 +82,20 @@ class Tiling(Saver):
             while there:
                 there.pop().put_back()
 
-        most = max(one.weight.nbytes for one in found.values())
+        most = max((one.layer.weight.nbytes for one in there), default=0)
         told = (
-            f"tiling: {len(found)} linear layers run in {self.tiles} tiles; the largest weight takes {show_bytes(most)}"
+            f"tiling: {len(there)} linear layers run in {self.tiles} tiles; the largest weight takes {show_bytes(most)}"
         )
         return Installed(remove=remove, objective=site.objective, told=told, tiled=tiled)
 
     def _chosen(self, module: nn.Module) -> dict[str, nn.Linear]:
-        """Return the layers to tile, by name. Raises BadInput where there are none, or one has too few outputs."""
+        """Return the layers to tile, by name, those of other stages too.
+
+        Raises BadInput where there are none, or one has too few outputs: the same on every rank.
+        """
         each = ((name, one) for name, one in module.named_modules() if type(one) is nn.Linear)
         # Others make their weight anew before each call: torch's weight_norm, spectral_norm and prune, by hooks.
-        named = {name: one for name, one in each if isinstance(one.weight, nn.Parameter)}
+        named = {name: one for name, one in each if isinstance(one.weight, nn.Parameter | AbsentTensor)}
         is_auto, least = self.linears == "auto", read_size(self.least, key="least")
         found = {
             name: one
@@ -125,7 +130,7 @@ class _TiledForward(UnitForward):
     """The forward of a linear layer, whose product is made tile by tile: in training, and where its weight is away."""
 
     def __init__(self, layer: nn.Linear, source: TiledWeight) -> None:
-        self.source, self._mode = source, _TiledProduct(layer, source)
+        self.layer, self.source, self._mode = layer, source, _TiledProduct(layer, source)
         super().__init__(layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ def savers_with_each_other(recipe: Recipe) -> BadInput | None:
 
 
 def savers_with_layout(recipe: Recipe) -> BadInput | None:
-    """Return an error for a saver in stages, beside sharded parameters or without a backward, where it cannot be."""
+    """Return an error for a saver beside sharded parameters or without a backward, where it cannot be."""
     if not recipe.plan.savers:
         return None
     if recipe.sync.probe is not None:
@@ -48,13 +48,6 @@ def savers_with_layout(recipe: Recipe) -> BadInput | None:
             key=_KEY,
         )
     for written, saver in zip(recipe.plan.savers, recipe.methods.savers, strict=True):
-        if recipe.in_stages and not saver.in_stages:
-            return bad_input(
-                wanted=f"a model in one stage with {told(written)}",
-                got=f"{recipe.stages} stages",
-                do="leave that saver out, or set plan.mesh.pipe to 1",
-                key=_KEY,
-            )
         if recipe.sharding.takes_parameters and not saver.with_sharded_parameters:
             return bad_input(
                 wanted=f"parameters that are there all the time with {told(written)}",
