@@ -37,6 +37,14 @@ LARGE = [(CHUNK + 300,), (700, 520), (3, CHUNK // 2 + 77)]  # on a GPU: the inte
 MOST = torch.finfo(torch.float32).max
 
 
+def skip_without_fma(triton_codecs: ModuleType) -> None:
+    """Skip where the interpreter rounds a product before it adds, as no GPU does."""
+    total, code = torch.tensor([-127.0]), torch.tensor([127], dtype=torch.int8)
+    triton_codecs.add_dequantized(total, code, torch.tensor([1 + 2.0**-23]), 256)
+    if float(total) != 127 * 2.0**-23:
+        pytest.skip("the interpreter of this triton rounds twice in fma: that of 3.9.0 rounds once")
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels everywhere, on any device; nothing falls back to passes."""
@@ -44,6 +52,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         warnings.simplefilter("ignore", RuntimeWarning)  # of numpy in the interpreter: 1 / 0
         from gossamer.ops import triton_codecs
 
+        if DEVICE == "cpu":
+            skip_without_fma(triton_codecs)
         monkeypatch.setattr(fused, "DEVICES", (DEVICE,))
         monkeypatch.setattr(fused, "_compared", lambda kind, device: getattr(triton_codecs, kind.operation))
         monkeypatch.setattr(sign, "_NUMPY", ())
@@ -67,7 +77,7 @@ def outcomes(written: object, x: Tensor) -> list[Tensor]:
     message = one.encode(x, KEY)
     other, again = one.encode_losing(x, KEY, lost), one.encode_losing(in_place, KEY, in_place)
     same_bits(lost, in_place)
-    found = [one.decode(message, numel, KEY), lost]
+    found = [one.decode(message, numel, KEY), one.decode(other, numel, KEY), lost]
     if bool(found[0].isfinite().all()):
         assert torch.equal(message, other) and torch.equal(message, again)
         found.append(message)
@@ -129,6 +139,8 @@ def test_kernels_give_the_bits_of_passes_for_any_numbers(
 ) -> None:
     edges = [[0.0, -0.0, -1e-45, 9.9e-37, 1e-36, 5e-35, 2.0**-126, 1.5e38, MOST], [torch.inf, -torch.inf, torch.nan]]
     constant = [torch.tensor(values, device=DEVICE).unsqueeze(1).repeat(1, 1030) for values in edges]
+    nans = torch.tensor([[0x7FFFFFFF], [-1], [0x7F800001]], dtype=torch.int32, device=DEVICE)  # of other bits each
+    constant.append(nans.view(torch.float32).repeat(1, 70))
     wild = numbers((2100,), 2) * 1e36
     apart = [numbers((304, 3), 4).t(), numbers((40, 3000), 6)[3:9:2, 11:2900]]  # not side by side, and in longer rows
     check(name, [*constant, wild.clamp(-MOST, MOST), *apart], monkeypatch)
@@ -136,6 +148,10 @@ def test_kernels_give_the_bits_of_passes_for_any_numbers(
 
 @needs_triton
 def test_every_kernel_is_compared_with_the_passes_and_taken(any_device: None) -> None:
+    from gossamer.ops import triton_codecs
+
+    if DEVICE == "cpu":
+        skip_without_fma(triton_codecs)
     kinds = [
         *(fused._Kind("quantize", 24, bits, levels, random, True) for bits, levels, random in ((8, 127, 0), (4, 7, 1))),
         *(fused._Kind(name, 40, bits) for name in ("dequantize", "add_dequantized") for bits in (8, 4, 2, 1)),

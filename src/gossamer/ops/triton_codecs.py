@@ -241,12 +241,10 @@ def _rounded(v):
 
 @triton.jit
 def _shaken(steps, row, n, pool, pairs, whole, several, step, beside, of_whole, several_end, step_end):
-    """Add the noise of number n of a row; where it lies in which span is that of `BlockSpans`."""
-    at = n // step
-    here = tl.minimum(step, whole - at * step)
+    """Add the noise of number n of a row. It lies in a span as in `BlockSpans`: one of several rows has all of them."""
     is_whole = n < whole
-    span = tl.where(is_whole, row // several * beside + at, of_whole + row // several_end)
-    index = tl.where(is_whole, row % several * here + n % step, row % several_end * step_end + n - whole)
+    span = tl.where(is_whole, row // several * beside + n // step, of_whole + row // several_end)
+    index = tl.where(is_whole, row % several * step + n % step, row % several_end * step_end + n - whole)
     factor = tl.load(pairs + 2 * span) | 1
     shift = tl.load(pairs + 2 * span + 1)
     word = (tl.load(pool + index // 2) * factor + shift) | 0x00010001
@@ -306,15 +304,14 @@ def _quantize(
     steps = v * factor[:, None]
     if NOISE:
         # what is outside reads the first word, and is not written
-        steps = _shaken(
-            *(steps, row, tl.where(inside, n, 0), pool, pairs),
-            *(whole, several, step, beside, of_whole, several_end, step_end),
-        )
+        word = tl.where(inside, n, 0)
+        steps = _shaken(steps, row, word, pool, pairs, whole, several, step, beside, of_whole, several_end, step_end)
     steps = _rounded(steps)
     code = tl.where(inside & (steps == steps), steps, 0.0).to(tl.int8)
     if LOSES:
         tl.debug_barrier()  # `lost` may be x
-        tl.store(lost + row * lost_row + n, tl.fma(steps, -(scale[:, None]), v), mask=inside)
+        down = scale[:, None] * -1.0  # minus is 0 - x in older versions: no -0
+        tl.store(lost + row * lost_row + n, tl.fma(steps, down, v), mask=inside)
     if BITS == 8:
         tl.store(out + row * out_row + n, code, mask=inside)
     else:
@@ -505,7 +502,7 @@ def _signs(
     if LOSES:
         scale = tl.load(scales + row * scale_row + n // BLOCK, mask=inside, other=0.0)
         tl.debug_barrier()  # `lost` may be x
-        tl.store(lost + row * lost_row + n, v - tl.where(below, -scale, scale), mask=inside)
+        tl.store(lost + row * lost_row + n, v - tl.where(below, scale * -1.0, scale), mask=inside)
     fields = tl.reshape(below.to(tl.int32), (TILE // 8, 8))
     bytes_ = tl.sum(fields << tl.arange(0, 8)[None, :], axis=1)
     to = first // 8 + tl.arange(0, TILE // 8)
