@@ -1,11 +1,15 @@
-"""What needs a GPU: throughput and MFU on one against a hand-written loop, and NCCL with one process per GPU.
+"""What needs a GPU: throughput and MFU against a hand-written loop, NCCL with a process per GPU, kernels of codecs.
 
     python benchmarks/gpu.py [--pairs 5] [--steps 30]
+    python benchmarks/gpu.py --codecs [--numel 16777216] [--repeats 20]
 
 Both sides train the same Llama under bf16 autocast with the same batch; they take turns, each round in a fresh
 process. MFU counts 6 x parameters flop per token against the measured rate of large bf16 matrix products. With
 several GPUs the same is run with one process on each over NCCL against DistributedDataParallel; with one GPU a single
 NCCL rank runs, which proves the path and measures nothing.
+
+With --codecs only Triton's kernels beside torch's passes (`gpu_codecs.py`): whether they give the same bits and what
+they take, under `codecs` in the record, the rest of which stays. It ends with an error where bits differ.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import time
 from statistics import median
 
 import rounds
-from result import publish, ratio
+from result import publish, publish_part, ratio, recorded
 
 MODEL = {
     "vocab_size": 32000,
@@ -37,6 +41,9 @@ def main() -> None:
     read.add_argument("--pairs", type=int, default=5)
     read.add_argument("--steps", type=int, default=30)
     read.add_argument("--round", choices=["theirs", "ours"])
+    read.add_argument("--codecs", action="store_true")
+    read.add_argument("--numel", type=int, default=1 << 24)
+    read.add_argument("--repeats", type=int, default=20)
     asked = read.parse_args()
     if asked.round:
         (theirs if asked.round == "theirs" else ours)(asked.steps)
@@ -46,6 +53,9 @@ def main() -> None:
     gpus = torch.cuda.device_count()
     if not gpus:
         sys.exit("no GPU here: this benchmark measures nothing without one")
+    if asked.codecs:
+        compare_codecs(asked.numel, asked.repeats)
+        return
     peak = matmul_flop_per_s()
     figures = {"gpus": gpus, "matmul_flop_per_s": peak}
     for ranks in sorted({1, gpus}):
@@ -64,7 +74,20 @@ def main() -> None:
             "mfu": {name: round(median(some) * flop / (peak * ranks), 4) for name, some in speed.items()},
             "peak_bytes": {name: median(r["peak_bytes"] for r in some) for name, some in found.items()},
         }
-    publish("gpu", figures)
+    publish("gpu", {**{k: v for k, v in recorded("gpu").items() if k == "codecs"}, **figures})
+
+
+def compare_codecs(numel: int, repeats: int) -> None:
+    """Record the kernels of codecs beside torch's passes; exit with an error where bits differ."""
+    import torch
+
+    import gpu_codecs
+
+    found = gpu_codecs.rows(torch.device("cuda", 0), numel, repeats)
+    publish_part("gpu", "codecs", {"numel": numel, "repeats": repeats, "rows": found})
+    wrong = [name for name, row in found.items() if not row["same_bits"] or row["bytes_as_on_cpu"] is False]
+    if wrong or any(row["refused"] for row in found.values()):
+        sys.exit(f"other bits: {wrong}; kernels refused: {[name for name, row in found.items() if row['refused']]}")
 
 
 def matmul_flop_per_s() -> float:

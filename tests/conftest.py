@@ -8,11 +8,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Pool
 
 # One thread here as in the pool's workers: matrix products of other numbers of threads differ in their last bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not torch.cuda.is_available():  # kernels are interpreted, where triton is installed; it asks as it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

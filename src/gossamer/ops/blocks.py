@@ -79,7 +79,12 @@ def as_rows(t: Tensor) -> Tensor:
 
 def scratch(x: Tensor, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a buffer for the numbers of one span of x; reuse it, as fresh memory costs more than the arithmetic."""
-    return torch.empty(min(x.numel(), max(CHUNK, block)), dtype=dtype, device=x.device)
+    return torch.empty(span_size(x, block), dtype=dtype, device=x.device)
+
+
+def span_size(x: Tensor, block: int) -> int:
+    """Return the most numbers that a span of x has."""
+    return min(x.numel(), max(CHUNK, block))
 
 
 def part(message: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -13,13 +13,14 @@ _FAR = 2.0**112  # a scale beside which a number of 16 bits may leave float32
 _MOST = torch.finfo(torch.float32).max
 
 
-def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None:
+def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor, lost: Tensor | None = None) -> None:
     """Divide x (..., numel) float32 by a power of two per block and write it to `out` (..., numel), in its type.
 
     The powers go to `scales` (..., ceil(numel / block)). The largest magnitude of a block is then below 2^(top + 1),
     and at least 2^top unless it was below 2^(top - 127), so bits are lost by rounding and by underflow only. A block
-    with a non-finite number gets an infinite scale.
+    with a non-finite number gets an infinite scale. What is lost of x is written to `lost`, which may be x.
     """
+    powers, given = scales, out
     rows, room, scales, out = as_rows(x), scratch(x, block), as_rows(scales), as_rows(out)
     up, down, smallest, infinite = number(2.0**top), number(2.0**-top), number(SMALLEST), number(float("inf"))
     exponent = torch.tensor(_EXPONENT, dtype=torch.int32, device="cpu")
@@ -34,6 +35,8 @@ def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor) -> None
             factor = inverse(power, up, small)
             factor.masked_fill_(power == infinite, 1.0)  # what is infinite stays so
             target.copy_(torch.mul(values, factor.unsqueeze(-1), out=here))
+    if lost is not None:
+        torch.sub(x, widen(given, powers, block), out=lost)
 
 
 def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -55,6 +58,12 @@ def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
             else:
                 here.mul_(power * 2.0**8 if eighth else power)
     return out
+
+
+def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
+    """Write x (..., numel) float32 to `out` (..., numel) bfloat16 and what is lost of it to `lost`, which may be x."""
+    out.copy_(x)
+    torch.sub(x, out.float(), out=lost)
 
 
 def _e4m3(values: Tensor) -> Tensor:

@@ -36,19 +36,23 @@ def quantize(
     scales, out = as_rows(scales), as_rows(out)
     noise = None if generator is None else _Shake(room, generator)
     codes = scratch(x, block, torch.int8) if bits < 8 else None
-    level, smallest = number(levels), number(SMALLEST)
+    # The divisor is on the device of x: torch multiplies numbers on a GPU by the inverse of one on the CPU, which may
+    # be a bit off. Ranks with and without a GPU would send other bytes for the same numbers.
+    level, divisor = number(levels), torch.full((), levels, dtype=torch.float32, device=x.device)
+    smallest = number(SMALLEST)
     for cut in spans(rows, block):
         written = cut.numbers(out) if codes is None else cut.packed(out, bits)
         narrow = written if codes is None else cut.scratch(codes)
         losses = cut.numbers(rows if rest is None else rest)
         views = zip(cut.numbers(rows), cut.blocks(scales), cut.scratch(room), narrow, written, losses, strict=True)
         for values, scale, steps, code, target, loss in views:
-            _steps(values, steps, level, smallest, scale, noise)
+            _steps(values, steps, level, divisor, smallest, scale, noise)
             code.copy_(steps)
             if codes is not None:
                 target.copy_(_packed(code, bits))
             if rest is not None:
-                torch.addcmul(values, steps, scale.unsqueeze(-1), value=-1, out=loss)
+                # Rounded once on every device: on some, a factor beside the product rounds that first.
+                torch.addcmul(values, steps, scale.neg().unsqueeze(-1), out=loss)
 
 
 def dequantize(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel: int | None = None) -> Tensor:
@@ -73,6 +77,21 @@ def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
         integers = zip(_codes(levels, cut, bits, room), cut.scratch(steps), strict=True)
         for (codes, here), scale, target in zip(integers, cut.blocks(scales), cut.numbers(rows), strict=True):
             target.addcmul_(here.copy_(codes), scale)
+
+
+def pack_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
+    """Write one bit for each of x (..., numel) float32 to `out` (..., ceil(numel / 8)) uint8: whether it is below zero.
+
+    `scales` (..., ceil(numel / block)) has what stands for a magnitude; x less what `dequantize` gives with it is
+    written to `lost`, which may be x.
+    """
+    rows, codes = as_rows(x), as_rows(out)
+    for cut in spans(rows, block):
+        for values, target in zip(cut.numbers(rows), cut.packed(codes, 1), strict=True):
+            below = (values.flatten(1) < 0).contiguous()
+            target.copy_(small.pack(torch.nn.functional.pad(below, (0, -below.shape[-1] % 8)).view(torch.int8), 1))
+    if lost is not None:
+        torch.sub(x, dequantize(out, scales, block, bits=1, numel=x.shape[-1]), out=lost)
 
 
 def largest(values: Tensor) -> Tensor:
@@ -108,14 +127,22 @@ class _Shake:
         steps.add_(here.view(steps.shape), alpha=2.0**-16)
 
 
-def _steps(values: Tensor, steps: Tensor, level: Tensor, smallest: Tensor, scale: Tensor, noise: _Shake | None) -> None:
+def _steps(
+    values: Tensor,
+    steps: Tensor,
+    level: Tensor,
+    divisor: Tensor,
+    smallest: Tensor,
+    scale: Tensor,
+    noise: _Shake | None,
+) -> None:
     top = largest(values)
     if noise is not None:
         # So that no noise can round the largest number beyond the last level, where it would change its sign: its
         # product with the inverse may be some bits more than `levels`. A block that reaches the last float32 becomes
         # infinite by it.
         top *= 1 + 2.0**-22
-    torch.div(top, level, out=scale)
+    torch.div(top, divisor, out=scale)
     torch.mul(values, inverse(top, level, top < smallest).unsqueeze(-1), out=steps)
     if noise is not None:
         noise.add_to(steps)

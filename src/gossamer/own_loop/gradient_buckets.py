@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel import Channel
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, Rounds
-from gossamer.exchange import Exchange
+from gossamer.exchange import Exchange, compile_kernels
 from gossamer.exchange.dense import Dense
 from gossamer.recipe import ParameterRules
 from gossamer.spec.method_config import Exchanges
@@ -146,6 +146,7 @@ def _without_small(
 
 def _bucket(layout: Layout, exchange: Exchange) -> GradientBucket:
     """Return a zeroed bucket, with a tail if its exchange is a plain sum."""
+    compile_kernels(exchange, layout.device)
     is_sum = isinstance(exchange, Dense) and layout.dtype in (torch.float32, torch.float64)
     tail = 1 + len(layout.entries) if is_sum else 0
     flat = torch.zeros(layout.numel + tail, dtype=layout.dtype, device=layout.device)

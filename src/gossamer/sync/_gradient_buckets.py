@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.comm.bucket import Bucket, Layout, divided_as, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
-from gossamer.exchange import Exchange, has_residual, is_residual
+from gossamer.exchange import Exchange, compile_kernels, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared, squared_of
 from gossamer.sharding import Holding
 from gossamer.spec.errors import bad_input
@@ -112,6 +112,7 @@ class GradientBuckets:
         self.numbers_of = held
 
     def _slot(self, layout: Layout, exchange: Exchange) -> BucketState:
+        compile_kernels(exchange, layout.device)
         part = _part(layout, self.params)
         if part is not None:
             rows = Bucket(layout, self._rows(self._whole[part.whole].flat, part))

@@ -26,7 +26,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Layout, as_float, partition
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ExchangeState, ProcessGroups
-from gossamer.exchange import Exchange
+from gossamer.exchange import Exchange, compile_kernels
 from gossamer.sync._fragments import (
     Fragment,
     FragmentBucket,
@@ -327,8 +327,10 @@ def outer_loop_of(
 
 def _part(layout: Layout, exchange: Exchange, each: Exchange | None, levels: ProcessGroups) -> FragmentBucket:
     exchange.check(layout, levels)
+    compile_kernels(exchange, layout.device)
     if each is not None:
         each.check(layout, levels)
+        compile_kernels(each, layout.device)
     room = torch.zeros(layout.numel, device=layout.device)
     was, state = (
         (torch.zeros_like(room), each.init(layout)) if each is not None else (room.new_empty(0), ExchangeState())

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.quantize import add_dequantized, dequantize, quantize
+from gossamer.ops.fused import add_dequantized, dequantize, quantize
 from gossamer.spec.errors import bad_input
 
 

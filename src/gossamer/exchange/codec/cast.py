@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
 from gossamer.ops.blocks import empty_message, part
-from gossamer.ops.low_precision import narrow, widen
+from gossamer.ops.fused import bfloat16_losing, narrow, widen
 from gossamer.spec.errors import bad_input
 
 _BLOCK = 1024  # numbers that share a power of two with float16
@@ -58,6 +58,15 @@ class Cast(Codec):
             narrow(x, _BLOCK, 14, scales, values)
         else:
             values.copy_(x)
+        return out
+
+    def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
+        out = empty_message(x, self.nbytes(x.shape[-1]))
+        scales, values = self._parts(out, x.shape[-1])
+        if self._scaled:
+            narrow(x, _BLOCK, 14, scales, values, lost)
+        else:
+            bfloat16_losing(x, values, lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
-from gossamer.ops.bits import pack
 from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
-from gossamer.ops.quantize import add_dequantized, dequantize
+from gossamer.ops.fused import add_dequantized, dequantize, pack_signs
 from gossamer.spec.errors import bad_input
+
+_NUMPY = ("cpu",)  # where numpy packs bits: twice as fast as any way through torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,32 @@ class Sign(Codec):
         return 4 * -(-numel // self.block_size) + -(-numel // 32) * 4
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
+        return self._encoded(x, None)
+
+    def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
+        return self._encoded(x, lost)
+
+    def _encoded(self, x: Tensor, lost: Tensor | None) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
         rows, room = as_rows(x), scratch(x, self.block_size)
+        here_packs = x.device.type in _NUMPY
         for cut in spans(rows, self.block_size):
             views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(scales), cut.packed(codes, 1), strict=True)
             for values, here, scale, target in views:
                 torch.mean(torch.abs(values, out=here), -1, out=scale)
-                target.copy_(_bits(values.flatten(1)))
+                if here_packs:  # while the numbers are in the cache
+                    target.copy_(_bits(values.flatten(1)))
+        if not here_packs:
+            pack_signs(x, *self._parts(out, x.shape[-1]), self.block_size, lost)
+        elif lost is not None:
+            torch.sub(x, self._decoded(out, x.shape[-1]), out=lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
+        return self._decoded(message, numel)
+
+    def _decoded(self, message: Tensor, numel: int) -> Tensor:
         scales, codes = self._parts(message, numel)
         return dequantize(codes, scales, self.block_size, bits=1, numel=numel)
 
@@ -75,7 +91,4 @@ class Sign(Codec):
 
 def _bits(values: Tensor) -> Tensor:
     """values (rows, n) below zero, (rows, ceil(n / 8)) uint8."""
-    if values.device.type == "cpu":  # twice as fast as any way through torch
-        return torch.from_numpy(np.packbits(np.less(values.numpy(), 0), axis=-1, bitorder="little"))
-    below = torch.nn.functional.pad(values < 0, (0, -values.shape[-1] % 8))
-    return pack(below.view(torch.int8), 1)
+    return torch.from_numpy(np.packbits(np.less(values.numpy(), 0), axis=-1, bitorder="little"))
