@@ -29,7 +29,8 @@ from gossamer.run.batches import Batches
 from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, packed
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed
-from gossamer.run.remote_teacher.server import ServedTeacher, TeacherServer
+from gossamer.run.remote_teacher.served import ServedTeacher
+from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher, RemoteTeacherBatches
 from gossamer.run.teacher import KnownWords, Teacher, watched
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch
