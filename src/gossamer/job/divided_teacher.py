@@ -23,7 +23,7 @@ from gossamer.model.source import ModelSource
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow, hollow
 from gossamer.model.split.input_variants import InputVariants
-from gossamer.model.split.split_points import SplitPoints, StageSpec, balanced_split, canonical_names
+from gossamer.model.split.split_points import SplitPoints, StageSpec, balanced_split, canonical_names, stage_specs
 from gossamer.model.split.stage import StageModule
 from gossamer.model.unit_config import check_open
 from gossamer.partition.model_provider import OriginSource
@@ -139,7 +139,7 @@ def _stage_of(
     example = {"input_ids": torch.zeros(1, length, dtype=torch.int64, device=device)}
     flow = InputVariants(outline, _logits, SplitPoints(())).flow(example, training=False)
     cuts = _cuts(flow, outline, asked)
-    flow, parts = InputVariants(outline, _logits, cuts).of(example, training=False)
+    parts = stage_specs(outline, flow, cuts, {})
     mine = parts[asked.stage - 1]
     facts = facts_of(found(outline))
     whole_bytes = sum(one.numel() * one.element_size() for one in outline.parameters())

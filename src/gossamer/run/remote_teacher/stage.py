@@ -10,6 +10,7 @@ is the answer. So tokens travel one way, and rows cross each border once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +37,7 @@ from gossamer.spec.errors import WireMismatch, bad_input
 
 _MOST_TENSORS = 64  # of a frame
 _KEY = "train.loss"
+_TURN = threading.RLock()  # traces and stages of one process share the tensors without elements of torch
 Received = Mapping[CallOutput, Tensor]
 NOTHING: Received = {}
 
@@ -83,11 +85,13 @@ class TeacherStage:
 
         Raises BadInput for a batch for which the model cannot be divided here.
         """
+        batch = {name: one.to(self.device) for name, one in batch.items()}
         key = reading.terms.precision, reading.terms.dims
         if key not in self._ways:
             run = partial(_logits, reading.precision, self.device, reading.terms.dims)
             self._ways[key] = InputVariants(self.outline, run, self.cuts)
-        flow, parts = self._ways[key].of(batch, training=False)
+        with _TURN:
+            flow, parts = self._ways[key].of(batch, training=False)
         mine = parts[self.part.stage - 1]
         if len(mine.sends) > _MOST_TENSORS:
             raise bad_input(
@@ -107,10 +111,12 @@ class TeacherStage:
     @torch.no_grad()
     def forward(self, reading: Reading, batch: Mapping[str, Tensor], received: Received) -> InFlight:
         """Run this stage's part of the forward of a batch; on the last stage the result is the logits."""
-        self.stage.follow(*self.way(reading, batch))
+        way = self.way(reading, batch)
         there = {name: one.to(self.device) for name, one in batch.items()}
         run = partial(_logits, reading.precision, self.device, reading.terms.dims, self.stage.module, there)
-        return self.stage.forward(run, {value: one.to(self.device) for value, one in received.items()})
+        with _TURN:
+            self.stage.follow(*way)
+            return self.stage.forward(run, {value: one.to(self.device) for value, one in received.items()})
 
 
 class StageBefore:

@@ -1,0 +1,253 @@
+"""A teacher in stages: each process has its part alone, and the answers are those of the whole teacher, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
+from gossamer.job.served_teacher import _place_before, serve_teacher
+from gossamer.job.teaching import digest_of, find_teacher
+from gossamer.launch.port import listen
+from gossamer.run.remote_teacher.link import Patience
+from gossamer.run.remote_teacher.server import TeacherServer
+from gossamer.run.remote_teacher.stage import PlaceBefore
+from gossamer.run.teacher import KnownWords
+from gossamer.spec.errors import BadInput, TeacherLost
+from pool import Pool
+from run.test_distillation import course, losses, records, saved, sections, taid, train
+from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, named, place, valid
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(tmp_path_factory.mktemp("llama"), 16)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(1)
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, bos_token_id=0, eos_token_id=0, **sizes))
+    folder = tmp_path_factory.mktemp("gpt2")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def stage_of(teacher: str, stage: int, stages: int, cuts: tuple[int | str, ...] = ()) -> DividedTeacher:
+    return find_stage(teacher, AskedStage(stage, stages, cuts), CPU)
+
+
+@contextmanager
+def serving(
+    stage: DividedTeacher, before: TeacherServer | None = None, *, port: int = 0, token: str = ""
+) -> Iterator[TeacherServer]:
+    """Serve a stage in a thread of this process."""
+    at = None
+    if before is not None:
+        at = _place_before(place(before), stage, token, 0.0, lambda said: None)
+        at = replace(at, patience=SOON)
+    with running(stage, at, port=port, token=token) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    stage: DividedTeacher, at: PlaceBefore | None, *, port: int = 0, token: str = ""
+) -> Iterator[TeacherServer]:
+    server = TeacherServer(teacher=stage.served(CPU, at), listener=listen("127.0.0.1", port), token=token)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
+def chain(teacher: str, stages: int, cuts: tuple[int | str, ...] = ()) -> Iterator[list[TeacherServer]]:
+    """Serve all stages of a teacher; yield their servers, in order."""
+    with ExitStack() as stack:
+        found = list[TeacherServer]()
+        for number in range(1, stages + 1):
+            stage = stage_of(teacher, number, stages, cuts)
+            found.append(stack.enter_context(serving(stage, found[-1] if found else None)))
+        yield found
+
+
+def logits(module: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module.eval()(input_ids=IDS).logits
+        return found.flatten(0, 1)[valid()]
+
+
+def parameter_bytes(module: nn.Module, names: frozenset[str] | None = None) -> int:
+    return sum(one.nbytes for name, one in module.named_parameters() if names is None or name in names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages"),
+    [
+        ("tied", 3),
+        ("untied", 2),
+        pytest.param("tied", 2, marks=pytest.mark.nightly),
+        pytest.param("untied", 3, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_logits_are_those_of_the_whole_teacher(kind: str, stages: int, request: pytest.FixtureRequest) -> None:
+    """Hidden rows and words, bit for bit; the digest too. Each stage has memory for its own parameters alone."""
+    teacher = request.getfixturevalue(kind)
+    whole = find_teacher(teacher).module
+    wanted = logits(whole)
+    with chain(teacher, stages) as servers, joined(servers[-1]) as remote:
+        for _ in range(2):
+            found = remote.answer(remote.ask(BATCH), valid())
+            assert not isinstance(found, KnownWords) and torch.equal(found.logits(), wanted)
+        assert remote.link.facts.digest == f"{int(digest_of(whole)):012x}"
+        with joined(servers[-1], top_k=3) as other:
+            words = other.answer(other.ask(BATCH), valid())
+            assert isinstance(words, KnownWords) and torch.equal(words.words, wanted.topk(3, dim=1).indices)
+        assert [one.done.tokens for one in servers] == [*[0] * (stages - 1), 48]
+    parts = [stage_of(teacher, number, stages) for number in range(1, stages + 1)]
+    for one in parts:
+        assert one.held_bytes == parameter_bytes(whole, one.stage.part.holds) < one.whole_bytes
+    twice = whole.get_input_embeddings().weight.nbytes if kind == "tied" else 0
+    assert sum(one.held_bytes for one in parts) == parameter_bytes(whole) + twice
+
+
+def test_a_run_has_the_losses_of_the_whole_teacher(pool: Pool, untied: str, tmp_path: Path) -> None:
+    """Two ranks with unequal labels, micro-batches, an adaptive t; the same losses, bit for bit."""
+    with chain(untied, 2) as servers:
+        train(pool, 2, tmp_path / "whole", sections(taid(untied), accumulate=2))
+        train(pool, 2, tmp_path / "divided", sections(taid(named(servers[-1])), accumulate=2))
+        assert servers[0].done.questions >= servers[1].done.questions > 0
+    assert losses(tmp_path / "divided") == losses(tmp_path / "whole")
+    assert course(tmp_path / "divided") == course(tmp_path / "whole")
+    said = [one["message"] for one in records(tmp_path / "divided", "event")]
+    assert any("in 2 stages, the last one at" in one and "64 bytes a token" in one for one in said)
+
+
+def test_cuts_are_where_they_are_asked_for(tied: str) -> None:
+    equal, given = stage_of(tied, 1, 2), stage_of(tied, 1, 2, (0, 2))
+    assert equal.cuts.first == ("transformer.wte", "transformer.h.1")  # wte is held by the last stage too
+    assert given.cuts.first == ("transformer.wte", "transformer.h.2")
+
+
+def test_what_cannot_be_divided_so_is_named(tied: str, untied: str) -> None:
+    for teacher, asked, said in (
+        (untied, AskedStage(1, 9), "at least 9 units for 9 stages, got 5: model.embed_tokens, .* use 5 stages at most"),
+        (untied, AskedStage(1, 2, (0,)), "the first unit of each of 2 stages, got 1"),
+        (untied, AskedStage(1, 2, (0, 7)), "--cuts: wanted the number of a block, 0 to 1, got 7"),
+        (untied, AskedStage(1, 2, (0, "model.layers.7")), "no unit 'model.layers.7': did you mean"),
+        ("tcp://10.0.0.1:1", AskedStage(1, 2), "as the model itself is needed here"),
+        ("nowhere", AskedStage(1, 2), "'nowhere', which does not exist"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            find_stage(teacher, asked, CPU)
+
+
+def test_stages_of_different_teachers_are_named(tied: str, untied: str, tmp_path: Path) -> None:
+    other = saved(tmp_path, 17)
+    with serving(stage_of(untied, 1, 2)) as first:
+        for stage, said in (
+            (stage_of(other, 2, 2), "the same teacher in all stages, .*, got .* at 127.0.0.1:.*the same files"),
+            (stage_of(untied, 2, 2, (0, "lm_head")), "the same cuts in all stages, .*, got .* at 127.0.0.1"),
+            (stage_of(untied, 2, 3), "stage 1 of 3 of the teacher at 127.0.0.1:.*, got stage 1 of 2 of the teacher"),
+            (stage_of(untied, 3, 3), "stage 2 of 3 of the teacher at 127.0.0.1:.*, got stage 1 of 2 of the teacher"),
+        ):
+            with pytest.raises(BadInput, match=f"--previous: wanted {said}"), serving(stage, first):
+                pass
+        with pytest.raises(BadInput, match="the secret of this teacher, got one where it has none"):
+            with serving(stage_of(untied, 2, 2), first, token="another"):
+                pass
+
+
+def test_whom_a_stage_answers(untied: str) -> None:
+    second = stage_of(untied, 2, 2).part
+    with chain(untied, 2) as servers:
+        with pytest.raises(BadInput, match=r"the address of the teacher's last stage, 2 of 2, .* got that of stage 1"):
+            with joined(servers[0]):
+                pass
+        with pytest.raises(BadInput, match="wanted students of stage 2 of 2 of the teacher, got stage 2 of 2"):
+            with joined(servers[1], part=second):
+                pass
+        for wrong, said in (
+            (second.model_copy(update={"source": "x"}), "the same teacher in all stages"),
+            (second.model_copy(update={"stages": 3}), "stage 2 of 2 of the teacher for stage 1 of 2"),
+        ):
+            with pytest.raises(BadInput, match=f"wanted {said}"), joined(servers[0], part=wrong):
+                pass
+
+
+def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
+    with serving(stage_of(untied, 1, 2)) as first, ExitStack() as stack:
+        at = _place_before(place(first), stage_of(untied, 2, 2), "", 0.0, lambda said: None)
+        at = replace(at, patience=Patience(answer_s=5.0, again_s=0.1))
+        server = TeacherServer(
+            teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token=""
+        )
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.stop)
+        links = [stack.enter_context(joined(server)) for _ in range(2)]
+        for remote in links:
+            remote.answer(remote.ask(BATCH), valid())
+        first.stop()
+        where, mine = "{}:{}".format(*place(first)), "{}:{}".format(*place(server))
+        for remote in links:
+            said = f"the teacher at {mine} was lost: stage 1 of 2 of the teacher at {where} was lost: .* for 0.1 s"
+            with pytest.raises(TeacherLost, match=said):
+                for _ in range(50):
+                    remote.answer(remote.ask(BATCH), valid())
+
+
+def test_a_stage_that_comes_back_is_asked_again(untied: str) -> None:
+    wanted = logits(find_teacher(untied).module)
+    with ExitStack() as stack:
+        again = ExitStack()
+        first = again.enter_context(serving(stage_of(untied, 1, 2)))
+        port = place(first)[1]
+        last = stack.enter_context(serving(stage_of(untied, 2, 2), first))
+        remote = stack.enter_context(joined(last))
+        remote.answer(remote.ask(BATCH), valid())
+        again.close()
+        stack.enter_context(serving(stage_of(untied, 1, 2), port=port))
+        found = remote.answer(remote.ask(BATCH), valid())
+        assert not isinstance(found, KnownWords) and torch.equal(found.logits(), wanted)
+
+
+def test_what_a_stage_cannot_compute_is_told(untied: str) -> None:
+    wrong = {"input_ids": IDS + 100, "labels": IDS}
+    with chain(untied, 2) as servers, joined(servers[-1]) as remote:
+        said = r"stage 1 of 2 of the teacher at .* was lost: the teacher cannot compute this batch \(IndexError"
+        with pytest.raises(TeacherLost, match=said):
+            remote.answer(remote.ask(wrong), valid())
+
+
+def test_what_a_stage_is_given_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOSSAMER_TEACHER_TOKEN", raising=False)
+    for given, said in (
+        ({"stage": "2"}, "--stage: wanted the number of a stage, from 1"),
+        ({"stage": "3/2", "previous": "tcp://10.0.0.1:1"}, "--stage: wanted the number of a stage, from 1"),
+        ({"stage": "2/2"}, "--previous: wanted the address of stage 1, which stage 2 asks, got none"),
+        ({"stage": "1/2", "previous": "tcp://10.0.0.1:1"}, "--previous: wanted no address of a stage before"),
+        ({"stage": "2/2", "previous": "10.0.0.1"}, "--previous: wanted tcp://HOST:PORT such as"),
+        ({"stage": "2/2", "previous": "tcp://10.0.0.1"}, "--previous: wanted tcp://HOST:PORT such as"),
+        ({"previous": "tcp://10.0.0.1:1"}, "--previous: wanted --stage with --previous"),
+        ({"cuts": "0,1"}, "--cuts: wanted --stage with --cuts"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            serve_teacher("nowhere", "127.0.0.1:29600", **given)
