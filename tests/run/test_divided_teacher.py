@@ -23,9 +23,8 @@ from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.stage import PlaceBefore
 from gossamer.run.teacher import KnownWords
 from gossamer.spec.errors import BadInput, TeacherLost
-from pool import Pool
-from run.test_distillation import course, losses, records, saved, sections, taid, train
-from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, named, place, valid
+from run.test_distillation import saved
+from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, place, valid
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +124,6 @@ def test_the_logits_are_those_of_the_whole_teacher(kind: str, stages: int, reque
         assert one.held_bytes == parameter_bytes(whole, one.stage.part.holds) < one.whole_bytes
     twice = whole.get_input_embeddings().weight.nbytes if kind == "tied" else 0
     assert sum(one.held_bytes for one in parts) == parameter_bytes(whole) + twice
-
-
-def test_a_run_has_the_losses_of_the_whole_teacher(pool: Pool, untied: str, tmp_path: Path) -> None:
-    """Two ranks with unequal labels, micro-batches, an adaptive t; the same losses, bit for bit."""
-    with chain(untied, 2) as servers:
-        train(pool, 2, tmp_path / "whole", sections(taid(untied), accumulate=2))
-        train(pool, 2, tmp_path / "divided", sections(taid(named(servers[-1])), accumulate=2))
-        assert servers[0].done.questions >= servers[1].done.questions > 0
-    assert losses(tmp_path / "divided") == losses(tmp_path / "whole")
-    assert course(tmp_path / "divided") == course(tmp_path / "whole")
-    said = [one["message"] for one in records(tmp_path / "divided", "event")]
-    assert any("in 2 stages, the last one at" in one and "64 bytes a token" in one for one in said)
 
 
 def test_cuts_are_where_they_are_asked_for(tied: str) -> None:
