@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
@@ -18,13 +19,15 @@ from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
 from gossamer.job.served_teacher import _place_before, serve_teacher
 from gossamer.job.teaching import digest_of, find_teacher
 from gossamer.launch.port import listen
+from gossamer.run.remote_teacher.frames import packed
 from gossamer.run.remote_teacher.link import Patience
+from gossamer.run.remote_teacher.messages import Border, Facts, Ready
 from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.stage import PlaceBefore
 from gossamer.run.teacher import KnownWords
 from gossamer.spec.errors import BadInput, TeacherLost
 from run.test_distillation import saved
-from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, place, valid
+from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, place, pretending, valid
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +178,41 @@ def test_whom_a_stage_answers(untied: str) -> None:
             (second.model_copy(update={"stages": 3}), "stage 2 of 2 of the teacher for stage 1 of 2"),
         ):
             with pytest.raises(BadInput, match=f"wanted {said}"), joined(servers[0], part=wrong):
+                pass
+
+
+def test_students_at_a_time_get_their_own_answers_in_order(untied: str) -> None:
+    whole = find_teacher(untied).module.eval()
+    with chain(untied, 2) as servers:
+
+        def learns(shift: int) -> bool:
+            with joined(servers[-1]) as remote:
+                batches = [{**BATCH, "input_ids": (IDS + shift + number) % 16} for number in range(6)]
+                found = [remote.answer(one, valid()) for one in [remote.ask(one) for one in batches]]
+            with torch.no_grad():
+                wanted = [whole(input_ids=one["input_ids"]).logits.flatten(0, 1)[valid()] for one in batches]
+            return all(torch.equal(a.logits(), b) for a, b in zip(found, wanted, strict=True))  # type: ignore[union-attr]
+
+        with ThreadPoolExecutor(3) as students:
+            assert list(students.map(learns, (0, 5, 9))) == [True] * 3
+    assert servers[0].done.students == servers[1].done.students == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        ({"2.0": torch.zeros(2, 9, 16)}, "sent other tensors than stage 2 of 2 of the teacher receives"),
+        ({"1.0": torch.zeros(2, 9, 16, dtype=torch.bfloat16)}, "sent other tensors than"),
+        ({"1.0": torch.zeros(3, 9, 16)}, "tensors of at most 1152, got .* 1728"),
+    ],
+)
+def test_what_a_stage_sends_is_checked(untied: str, sent: dict[str, Tensor], said: str) -> None:
+    mine = stage_of(untied, 2, 2)
+    part, ready = mine.part.model_copy(update={"stage": 1}), Ready(width=0, hidden=0, compute="", names=("input_ids",))
+    facts = Facts(parameters=1, part=part)
+    with pretending(packed(ready), packed(Border(number=0), sent), facts=facts) as where:
+        with running(mine, PlaceBefore(where, part, facts.digest, "", SOON)) as server:
+            with pytest.raises(TeacherLost, match=said), joined(server):
                 pass
 
 
