@@ -164,6 +164,14 @@ def test_stages_of_different_teachers_are_named(tied: str, untied: str, tmp_path
                 pass
 
 
+def test_a_stage_that_is_missing_is_named(untied: str) -> None:
+    said = r"--previous: wanted stage 1 of 2 of the teacher that answers at 127.0.0.1:\d+, got .*refused"
+    with listen("127.0.0.1", 0) as taken:
+        where = taken.getsockname()
+    with pytest.raises(BadInput, match=said):
+        _place_before(where, stage_of(untied, 2, 2), "", 0.0, lambda said: None)
+
+
 def test_whom_a_stage_answers(untied: str) -> None:
     second = stage_of(untied, 2, 2).part
     with chain(untied, 2) as servers:

@@ -316,7 +316,7 @@ def digest_of(module: nn.Module, names: Collection[str] | None = None) -> float:
         if names is None or name in names:
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
             one = hashlib.sha256(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-            one.update(data.numpy())
+            one.update(data.numpy().data)
             found += int.from_bytes(one.digest()[:6], "big")
     return float(found % _DIGESTS)
 
