@@ -29,7 +29,8 @@ from gossamer.run.batches import Batches
 from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, packed
 from gossamer.run.remote_teacher.link import Patience, TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed
-from gossamer.run.remote_teacher.server import ServedTeacher, TeacherServer
+from gossamer.run.remote_teacher.served import ServedTeacher
+from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher, RemoteTeacherBatches
 from gossamer.run.teacher import KnownWords, Teacher, watched
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch
@@ -333,8 +334,11 @@ def test_garbage_ends_a_connection_and_nothing_else(server: TeacherServer) -> No
         assert remote.ready.width == 16
 
 
+WHOLE = Facts(parameters=1)
+
+
 @contextmanager
-def pretending(*answers: bytes, token: str = "") -> Iterator[tuple[str, int]]:
+def pretending(*answers: bytes, token: str = "", facts: Facts = WHOLE) -> Iterator[tuple[str, int]]:
     """Serve one student with frames that were made before, after those of a greeting: one after each that it sends."""
     with listen("127.0.0.1", 0) as listener:
 
@@ -345,7 +349,7 @@ def pretending(*answers: bytes, token: str = "") -> Iterator[tuple[str, int]]:
                 (hello,) = FrameReader().feed(connection.recv(1 << 20))
                 assert isinstance(hello.said, Hello)
                 proof = signed(token, "teacher", NONCE, hello.said.nonce)
-                connection.sendall(packed(Welcome(proof=proof)) + packed(Facts(parameters=1)))
+                connection.sendall(packed(Welcome(proof=proof)) + packed(facts))
                 connection.recv(1 << 20)
                 for answer in answers:
                     connection.sendall(answer)

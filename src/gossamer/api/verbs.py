@@ -136,18 +136,25 @@ def teach(
     *,
     token: str = "",
     clients: int = 64,
+    stage: str = "",
+    previous: str = "",
+    cuts: str = "",
     tell: Callable[[str], None] = lambda said: None,
 ) -> dict[str, Any]:
     """Serve a teacher to runs on other hosts (`gossamer teach`) until Ctrl-C; return what was done.
 
     teacher: a run directory, a Hugging Face folder or a GGUF file. address: HOST:PORT to listen on, and on no other.
     token:   the shared secret; "": that of GOSSAMER_TEACHER_TOKEN. clients: ranks that may ask at a time.
+    stage:   I/N serves the I-th of N stages alone, which asks the one before at `previous`, tcp://HOST:PORT.
+    cuts:    the first unit of every stage, separated by commas; "": stages of equal bytes.
     tell:    takes lines for the user.
     Raises BadInput.
     """
     from gossamer.job.served_teacher import serve_teacher
 
-    return serve_teacher(str(teacher), address, token=token, clients=clients, tell=tell)
+    return serve_teacher(
+        str(teacher), address, token=token, clients=clients, stage=stage, previous=previous, cuts=cuts, tell=tell
+    )
 
 
 def plan(model: nn.Module, config: RunConfig | Mapping[str, Any] | str | Path | None = None, *, ranks: int = 1) -> Plan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from gossamer.spec.errors import BadInput, bad_input
 _KEY = "train.loss"
 _ANSWER = 0.75  # of machines.timeout_s, in which a rank without progress is taken for hung: the teacher is named before
 _AGAIN_S = 30.0
+_DIGESTS = 1 << 48
 _PROBE = 'def mean(xs):\n    """Return the mean."""\n    return sum(xs) / len(xs)  # 0.5 Zwölf, 数学\n'
 _SAME = 1e-7  # nats: a divergence below it is rounding
 _TERMS = 1e-2  # of the loss of the labels: a model's own one differs by less where it is computed in bfloat16
@@ -78,8 +79,8 @@ def refuse_elsewhere(written: str) -> None:
         )
 
 
-def find_teacher(written: str) -> FoundTeacher:
-    """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+def place_of(written: str) -> Path:
+    """Return where a teacher's folder or file is. Raises BadInput for none, and for one on another host."""
     refuse_elsewhere(written)
     place = Path(written).expanduser()
     if not written.strip() or not place.exists():
@@ -89,17 +90,30 @@ def find_teacher(written: str) -> FoundTeacher:
             do="write train.loss: {kl: {teacher: FOLDER}}",
             key=_KEY,
         )
+    return place
+
+
+def with_tokenizer(found: FoundTeacher, place: Path) -> FoundTeacher:
+    """Return a teacher from a Hugging Face folder or a GGUF file with its tokenizer, where it has one.
+
+    Raises BadInput for one that is there and cannot be read.
+    """
+    if place.is_dir() and not any(next(place.glob(one), None) for one in _TOKENIZER_FILES):
+        return replace(found, without=f"{place} has no tokenizer")
+    try:
+        return replace(found, tokenizer=parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place))
+    except BadInput as error:
+        if place.is_dir():
+            raise BadInput(f"the teacher's tokenizer cannot be read: {error.message}", key=_KEY) from None
+        return replace(found, without=error.message)  # a GGUF file may hold one that only its own programs read
+
+
+def find_teacher(written: str) -> FoundTeacher:
+    """Load a teacher from the folder of a run or of a Hugging Face model, or from a GGUF file. Raises BadInput."""
+    place = place_of(written)
     origin = weights_at(place)
     if origin is not None:
-        found = FoundTeacher(module=origin.build(0), tokenizer=None, positions=origin.positions())
-        if place.is_dir() and not any(next(place.glob(one), None) for one in _TOKENIZER_FILES):
-            return replace(found, without=f"{place} has no tokenizer")
-        try:
-            return replace(found, tokenizer=parse_tokenizer(f"hf:{place}").make(lambda: (), identity="", cache=place))
-        except BadInput as error:
-            if place.is_dir():
-                raise BadInput(f"the teacher's tokenizer cannot be read: {error.message}", key=_KEY) from None
-            return replace(found, without=error.message)  # a GGUF file may hold one that only its own programs read
+        return with_tokenizer(FoundTeacher(module=origin.build(0), tokenizer=None, positions=origin.positions()), place)
     run = read_chosen(place, "latest")
     known = run.origin.positions() if run.origin is not None else None
     return FoundTeacher(module=run.module, tokenizer=run.tokenizer, positions=known)
@@ -202,8 +216,10 @@ def _joined(
     )
     teacher = RemoteTeacher.of(link, terms, rows, parts.device)
     kind = "rows of hidden states, and its head once" if teacher.head else f"its {inner.top_k} most probable words"
+    stages = "" if link.facts.part is None else f" in {link.facts.part.stages} stages, the last one"
     said = (
-        f"{link.facts.parameters:,} parameters at {link.where}, which sends {kind}: {teacher.bytes_per_token:,} bytes "
+        f"{link.facts.parameters:,} parameters{stages} at {link.where}, which sends {kind}: "
+        f"{teacher.bytes_per_token:,} bytes "
     )
     return teacher, words, [*remarks, teacher_event("info", f"{said}a token, while the student computes")]
 
@@ -290,14 +306,24 @@ def _width(module: nn.Module) -> int | None:
         return None
 
 
-def digest_of(module: nn.Module) -> float:
-    """Return 48 bits of a hash of all weights."""
-    whole = hashlib.sha256()
-    for name, tensor in sorted({**dict(module.named_parameters()), **dict(module.named_buffers())}.items()):
-        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        whole.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-        whole.update(data.numpy().tobytes())
-    return float(int.from_bytes(whole.digest()[:6], "big"))
+def digest_of(module: nn.Module, names: Collection[str] | None = None) -> float:
+    """Return 48 bits of a hash of all weights, or of those with these names.
+
+    It is the sum of one hash for each tensor, modulo 2^48: that of a whole model is the sum of those of its parts.
+    """
+    found = 0
+    for name, tensor in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
+        if names is None or name in names:
+            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            one = hashlib.sha256(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+            one.update(data.numpy().data)
+            found += int.from_bytes(one.digest()[:6], "big")
+    return float(found % _DIGESTS)
+
+
+def joined_digest(first: float, second: float) -> float:
+    """Return the digest of all weights of two parts of a model, of those of each."""
+    return float((int(first) + int(second)) % _DIGESTS)
 
 
 def _ready(module: nn.Module, parts: Parts, engine: ModelRuntime) -> Teacher:

@@ -18,11 +18,14 @@ from gossamer.job.run_files import folder_of
 from gossamer.job.training_data import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
+from gossamer.model.source._digest import digest
 from gossamer.model.started_source import start_of
-from gossamer.run.checkpoint import read_model
-from gossamer.run.checkpoint.choice import LATEST, best_step, step_of
+from gossamer.model.wrapped_source import WrappedSource
+from gossamer.run.checkpoint import read_model, read_part
+from gossamer.run.checkpoint.choice import LATEST, best_step, open_chosen, step_of
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.store.checkpoint import Checkpoint
 from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, open_run
 
@@ -98,6 +101,68 @@ def read_trained(run_dir: Path, module: nn.Module | None = None, *, checkpoint: 
         best_step=best_step(directory.checkpoints),
         start=start,
     )
+
+
+@dataclass(frozen=True)
+class CheckpointedSource(WrappedSource):
+    """The source of a run's model, with the weights of a checkpoint: any part of them is read alone.
+
+    `folder`: that in which the run was started, where code of a factory may be.
+    """
+
+    found: Checkpoint
+    folder: Path
+
+    def build(self, seed: int) -> nn.Module:
+        module = self.bare(seed)
+        self.load(module, frozenset(module.state_dict()), seed=seed)
+        return module
+
+    def bare(self, seed: int) -> nn.Module:
+        with standing_in(self.folder):
+            return self.inner.bare(seed)
+
+    @property
+    def has_weights(self) -> bool:
+        return True
+
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+        read_part(module, names, self.found)
+
+    def fingerprint(self) -> str:
+        files = (one for one in self.found.folder.rglob("*") if one.is_file())
+        return digest([self.inner.fingerprint(), self.found.step], files)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSource:
+    """The model of a run as a source, and its tokenizer, None for data other than text."""
+
+    origin: ModelSource
+    tokenizer: Tokenizer | None
+
+
+def read_source(run_dir: Path) -> RunSource:
+    """Return a run's model as a source with the weights of the newest good checkpoint; none of them is kept yet.
+
+    Raises BadInput for a run with an adapter or a side network, whose checkpoints hold a part of the weights, and
+    CheckpointMismatch.
+    """
+    directory = RunDirectory(open_run(run_dir).path.absolute())
+    config, folder = directory.config(), folder_of(directory)
+    with standing_in(folder) as here:
+        tokenizer = _tokenizer(directory, config)
+        with _importing(config, here):
+            origin = _origin(directory, config, tokenizer)
+            base = origin.base_digest(config.train.seed)
+    if base:
+        raise bad_input(
+            wanted="a run whose checkpoints hold all weights, to read a part of them",
+            got=f"{run_dir}, which trained an adapter or a side network beside a frozen base",
+            do="merge an adapter with gossamer export, and give that folder",
+            key="model.adapter",
+        )
+    return RunSource(CheckpointedSource(origin, open_chosen(directory.checkpoints, LATEST), folder), tokenizer)
 
 
 def read_chosen(run_dir: Path, checkpoint: str | int) -> TrainedRun:

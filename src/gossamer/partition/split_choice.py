@@ -35,6 +35,13 @@ def split_points(flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConf
     asked, stages = config.plan.cuts, plan.mesh.pipe
     if asked == "auto":
         return balanced_split(flow, stages), f"{stages} stages of as equal work as whole units allow"
+    return given_split(asked, stages, flow, outline, plan.units), "given"
+
+
+def given_split(
+    asked: Sequence[int | str], stages: int, flow: DataFlow, outline: nn.Module, units: Sequence[str] = ()
+) -> SplitPoints:
+    """Return the split points of a list of units, each by its name or the number of its block. Raises BadInput."""
     if len(asked) != stages:
         raise bad_input(
             wanted=f"the first unit of each of {stages} stages",
@@ -42,9 +49,9 @@ def split_points(flow: DataFlow, outline: nn.Module, plan: Plan, config: RunConf
             do=f"list {stages} units, one per stage of plan.mesh.pipe, the first of them 0",
             key="plan.cuts",
         )
-    blocks = block_names(outline, plan.units)
+    blocks = block_names(outline, units)
     first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], blocks)
-    return SplitPoints((first, *(_unit(each, blocks) for each in asked[1:]))), "given"
+    return SplitPoints((first, *(_unit(each, blocks) for each in asked[1:])))
 
 
 def _unit(given: int | str, blocks: Sequence[str]) -> str:

@@ -18,6 +18,6 @@ from __future__ import annotations
 
 from gossamer.run.checkpoint.assembly import contents_of
 from gossamer.run.checkpoint.contents import CheckpointContents
-from gossamer.run.checkpoint.weights import named_state, read_model, trainable
+from gossamer.run.checkpoint.weights import named_state, read_model, read_part, trainable
 
-__all__ = ["CheckpointContents", "contents_of", "named_state", "read_model", "trainable"]
+__all__ = ["CheckpointContents", "contents_of", "named_state", "read_model", "read_part", "trainable"]

@@ -21,7 +21,7 @@ from gossamer.run.checkpoint.slices import row_slice
 from gossamer.run.checkpoint.stored import BY_RANK, holds_under, other_sharding
 from gossamer.sharding import ShardedOptimizer
 from gossamer.spec.errors import BadInput, CheckpointMismatch, bad_input
-from gossamer.store.checkpoint import list_checkpoints
+from gossamer.store.checkpoint import Checkpoint, list_checkpoints
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 
 
@@ -107,16 +107,34 @@ def read_model(module: nn.Module, directory: Path, base: str = "", checkpoint: s
     if not list_checkpoints(directory):
         raise BadInput(f"{directory} holds no checkpoint yet: let the run continue until its first one")
     found = open_chosen(directory, checkpoint)
-    if any(name.startswith("states/model/") for name in found.names()):
-        raise CheckpointMismatch(
-            f"{found.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
-            "on the same hosts in a directory that all ranks share, or train with plan.sharding zero2 from the start"
-        )
+    _check_together(found)
     check_base(found.meta.get("base", ""), base, str(found.folder))
     for name, tensor in saved_state(module, base):
         tensor.copy_(found.read(f"model/{name}"))
     load_average(saved_state(module, base), found)
     return int(found.meta["step"])
+
+
+@torch.no_grad()
+def read_part(module: nn.Module, names: frozenset[str], found: Checkpoint) -> None:
+    """Give the parameters and persistent buffers of a module that are in `names` memory, with a checkpoint's values.
+
+    It is that of a whole model. The parameters need no memory. Raises CheckpointMismatch.
+    """
+    _check_together(found)
+    check_base(found.meta.get("base", ""), "", str(found.folder))
+    wanted = [(name, tensor) for name, tensor in named_state(module) if name in names]
+    for name, tensor in wanted:
+        tensor.data = found.read(f"model/{name}").clone()
+    load_average(wanted, found)
+
+
+def _check_together(found: Checkpoint) -> None:
+    if any(name.startswith("states/model/") for name in found.names()):
+        raise CheckpointMismatch(
+            f"{found.folder} holds sharded parameters rank by rank, as no disk held all of them: resume the run "
+            "on the same hosts in a directory that all ranks share, or train with plan.sharding zero2 from the start"
+        )
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

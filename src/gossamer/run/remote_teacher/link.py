@@ -24,7 +24,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gossamer.run.remote_teacher.frames import FrameReader, FrameSocket, expected, packed
-from gossamer.run.remote_teacher.messages import PROTOCOL, Challenge, Facts, Hello, Ready, Rows, Terms, Welcome, signed
+from gossamer.run.remote_teacher.messages import (
+    PROTOCOL,
+    Border,
+    Challenge,
+    Facts,
+    Hello,
+    Ready,
+    Rows,
+    Terms,
+    Welcome,
+    signed,
+)
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch, bad_input
 
 AHEAD = 2
@@ -35,7 +46,11 @@ _KEPT = 4096  # questions at most that wait to be sent
 _KEY = "train.loss"
 _SLOW = "if it is slow, or the link to it, raise machines.timeout_s"
 
-Answer = tuple[Rows, Mapping[str, Tensor]]
+Answer = tuple[Rows | Border, Mapping[str, Tensor]]
+
+
+class TeacherAbsent(BadInput):
+    """Nobody answers, as a teacher does, at the address of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +69,24 @@ class _Question:
 
 
 class TeacherLink:
-    """The connection to the teacher at `host`:`port`. `ask` never waits, `take` waits for one answer."""
+    """The connection to the teacher at `host`:`port`. `ask` never waits, `take` waits for one answer.
 
-    def __init__(self, host: str, port: int, *, token: str, patience: Patience) -> None:
+    `whose`: what is there, a teacher or one of its stages. The answers of a stage to the next one are of kind `Border`.
+    Raises TeacherAbsent where nobody answers, BadInput for another secret.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        patience: Patience,
+        whose: str = "the teacher",
+        kind: type[Rows] | type[Border] = Rows,
+    ) -> None:
         self.where = f"{host}:{port}"
+        self._whose, self._kind = whose, kind
         self._address, self._token, self._patience = (host, port), token, patience
         self._changed = threading.Condition()
         self._waiting: deque[_Question] = deque()
@@ -79,13 +108,7 @@ class TeacherLink:
             self._socket, self.facts = self._greeted()
         except (OSError, WireMismatch) as error:
             self.close()
-            raise bad_input(
-                wanted=f"a teacher that answers at {self.where}",
-                got=str(error),
-                do=f"start `gossamer teach TEACHER --listen {self.where}` there, wait until it is loaded, and see that "
-                "this host reaches it",
-                key=_KEY,
-            ) from None
+            raise TeacherAbsent(self._absent(error), key=_KEY) from None
         except (BadInput, RunFailed):
             self.close()
             raise
@@ -142,6 +165,13 @@ class TeacherLink:
             found = self._answers.pop(number)
         self._wake()
         return found
+
+    def give_up(self, why: str) -> None:
+        """Let whoever waits for an answer, in another thread, know that there will be none."""
+        with self._changed:
+            self._fail(why)
+        if self._socket is not None:
+            self._socket.shut()
 
     def close(self) -> None:
         """End the thread and the connection."""
@@ -270,7 +300,7 @@ class TeacherLink:
             self._heard_s = time.monotonic()
             reader.limit_bytes = max((one.most_bytes for one in self._asked), default=0)
             for frame in reader.feed(data):
-                said = expected(frame, Rows)
+                said: Rows | Border = expected(frame, self._kind)
                 if not self._asked or said.number != self._asked[0].number:
                     raise WireMismatch(
                         f"wanted the answer to question {[one.number for one in self._asked]}, got {said.number}"
@@ -323,8 +353,20 @@ class TeacherLink:
         self._changed.notify_all()
         self._wake()
 
+    def _absent(self, error: Exception) -> str:
+        wanted = "a teacher" if self._kind is Rows else self._whose
+        found = bad_input(
+            wanted=f"{wanted} that answers at {self.where}",
+            got=str(error),
+            do=f"start `gossamer teach TEACHER --listen {self.where}` there, wait until it is loaded, and see that "
+            "this host reaches it",
+        )
+        return found.message
+
     def _lost_with(self, why: str) -> TeacherLost:
+        lost = f"{self._whose} at {self.where} was lost: {why}"
+        if self._kind is Border:  # whoever asks this stage says what to do
+            return TeacherLost(lost)
         return TeacherLost(
-            f"the teacher at {self.where} was lost: {why}. See what `gossamer teach` says there, start it again, and "
-            "go on with: gossamer resume RUN_DIR"
+            f"{lost}. See what `gossamer teach` says there, start it again, and go on with: gossamer resume RUN_DIR"
         )

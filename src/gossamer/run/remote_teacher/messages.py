@@ -10,6 +10,9 @@
                                <-   Ask        with a micro-batch, as often as there is one
     Rows                       ->              in the order of the questions
 Refusal: the teacher's last message of a connection, at any place.
+
+Of a teacher in stages, the student is the last stage's, and every stage is, in the same words, a student of the stage
+before: its `Terms` have a `part`, and `Border` takes the place of `Rows`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pydantic import Field
 
 from gossamer.process.json_lines import Said
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MOST = 1 << 40
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Name = Annotated[str, Field(max_length=128)]
@@ -55,12 +58,30 @@ class Welcome(Said):
     proof: Hash
 
 
+class TeacherPart(Said):
+    """Which part of a teacher a process has: its number, from 1, of so many stages.
+
+    cuts: the first unit of every stage; source: a hash of the model's configuration and of its files. Both are equal
+    in all stages of one teacher.
+    """
+
+    stage: Annotated[int, Field(ge=1, le=1 << 16)]
+    stages: Annotated[int, Field(ge=1, le=1 << 16)]
+    cuts: Annotated[tuple[Text, ...], Field(max_length=1 << 12)]
+    source: Name
+
+    @property
+    def named(self) -> str:
+        """Return its name for people."""
+        return f"stage {self.stage} of {self.stages} of the teacher"
+
+
 class Facts(Said):
     """What is compared of a teacher.
 
     parameters: how many it has; positions: tokens that it sees at most; width: logits of its declared head, None where
     it declares none; tokens: those of a known text, None without a tokenizer, for the reason `without`; digest: of all
-    its weights.
+    its weights, in stages of those up to this one; part: None for a teacher that is whole.
     """
 
     kind: Literal["facts"] = "facts"
@@ -70,6 +91,7 @@ class Facts(Said):
     tokens: tuple[Count, ...] | None = None
     without: Text = ""
     digest: Digest = "0" * 12
+    part: TeacherPart | None = None
 
 
 class Terms(Said):
@@ -77,7 +99,8 @@ class Terms(Said):
 
     top_k: words of each token, 0: rows of hidden states; words: logits that count, None: all; tile_tokens: tokens whose
     logits are held at a time; dims: of the logits; isolates: whether documents must not see each other; wants_head:
-    whether the head is to be sent.
+    whether the head is to be sent; part: the stage that asks for what it receives from the one before, None of a
+    student.
     """
 
     kind: Literal["terms"] = "terms"
@@ -89,6 +112,7 @@ class Terms(Said):
     dims: Annotated[int, Field(ge=2, le=8)]
     isolates: bool
     wants_head: bool
+    part: TeacherPart | None = None
 
 
 class Ready(Said):
@@ -122,6 +146,15 @@ class Rows(Said):
     outer: float = 1.0
 
 
+class Border(Said):
+    """The answer of a stage to the next one. Tensors: those that the next one receives, by "call.place" of the traced
+    forward.
+    """
+
+    kind: Literal["border"] = "border"
+    number: int
+
+
 class Refusal(Said):
     """Why the teacher does not go on. `is_input`: whether the student's configuration is the reason."""
 
@@ -131,7 +164,7 @@ class Refusal(Said):
 
 
 Message: TypeAlias = Annotated[
-    Challenge | Hello | Welcome | Facts | Terms | Ready | Ask | Rows | Refusal, Field(discriminator="kind")
+    Challenge | Hello | Welcome | Facts | Terms | Ready | Ask | Rows | Border | Refusal, Field(discriminator="kind")
 ]
 
 

@@ -1,47 +1,34 @@
-"""The server of a teacher: one listening socket, a thread for each student, and one that computes for all of them."""
+"""The server of a teacher, or of one of its stages: one listening socket, and one thread that computes for all.
+
+For each student one thread reads its questions, and passes them to the stage before where there is one; another one
+answers them, in order. So each stage computes while the others compute other questions.
+"""
 
 from __future__ import annotations
 
 import hmac
+import queue
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gossamer.model.forward_adapter import ForwardAdapter, caller_of
-from gossamer.model.precision import Precision, precision_of
-from gossamer.model.side_effects import untouched
-from gossamer.ops.tiled_logits import HeadRows
-from gossamer.run.engine import check_isolates
+from gossamer.pipeline.p2p import StageTensor
 from gossamer.run.remote_teacher.frames import FrameSocket, packed
-from gossamer.run.remote_teacher.messages import (
-    PROTOCOL,
-    Ask,
-    Challenge,
-    Facts,
-    Hello,
-    Ready,
-    Refusal,
-    Rows,
-    Terms,
-    Welcome,
-    signed,
-)
-from gossamer.run.remote_teacher.teacher import VALID
-from gossamer.run.teacher import KnownWords, Teacher, most_probable, watched
-from gossamer.saver._unmade_logits import ChangedInPlaceError
-from gossamer.spec.errors import BadInput, RunFailed, WireMismatch, bad_input
+from gossamer.run.remote_teacher.messages import PROTOCOL, Ask, Challenge, Hello, Refusal, Terms, Welcome, signed
+from gossamer.run.remote_teacher.served import ServedTeacher
+from gossamer.run.remote_teacher.stage import NOTHING, Reading, Received, StageBefore, check_asked, received_by
+from gossamer.spec.errors import BadInput, RunFailed, bad_input
 
 _GREET_S, _SEND_S, _TURN_S = 10.0, 120.0, 0.25
 _MOST_BYTES = 1 << 28  # of a question's tensors
+_READ_AHEAD = 4  # questions of one student that are read and not answered
 _KEY = "train.loss"
 T = TypeVar("T")
 
@@ -56,97 +43,21 @@ class Served:
     sent_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Agreed:
-    """The terms of one student."""
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One student: how its batches are read, and its connection to the stage before (None without one)."""
 
-    terms: Terms
-    caller: ForwardAdapter
-    names: tuple[str, ...]
-    precision: Precision
+    reading: Reading
+    before: StageBefore | None
 
 
-class ServedTeacher:
-    """A teacher that answers students: frozen, in evaluation mode, on `device`."""
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A question. `asked`: the number of the one that was asked of the stage before, with what is to come."""
 
-    def __init__(self, module: nn.Module, facts: Facts, device: torch.device) -> None:
-        self.module = module.eval().requires_grad_(False).to(device)
-        self.facts, self.device = facts, device
-        self._undo, self._without = watched(self.module)
-
-    def agreed(self, terms: Terms, example: Mapping[str, Tensor]) -> tuple[_Agreed, Ready, Mapping[str, Tensor]]:
-        """Try a student's terms on its first batch; return them, the consent and the tensors of the head.
-
-        Raises BadInput for terms that the teacher cannot keep.
-        """
-        caller = caller_of(self.module, list(example))
-        if terms.isolates:
-            check_isolates(self.module, caller, "of the teacher ")
-        names = [
-            name
-            for name in example
-            if name == "input_ids" or name in caller.takes or (caller.takes_all and name.isidentifier())
-        ]
-        agreed = _Agreed(terms=terms, caller=caller, names=tuple(names), precision=precision_of(terms.precision))
-        with untouched(self.module):
-            try:
-                rows = self._rows(agreed, example)
-            except ChangedInPlaceError:
-                self._undo()
-                self._without = "it changes its logits in place"
-                rows = self._rows(agreed, example)
-        if terms.top_k:
-            _known(rows.chosen(torch.zeros(0, dtype=torch.int64, device=self.device)), terms)
-            return agreed, Ready(width=rows.width, hidden=0, compute="", names=agreed.names), {}
-        if rows.weight is None:
-            raise bad_input(
-                wanted="a teacher whose logits come from one nn.Linear, whose hidden states can be sent",
-                got=self._without or "one whose head is not what gives them",
-                do="set top_k, so that its most probable words are sent",
-                key=_KEY,
-            )
-        compute = rows.compute or rows.hidden.dtype
-        head = {"weight": rows.weight} if rows.bias is None else {"weight": rows.weight, "bias": rows.bias}
-        sent = {name: one.to(compute) for name, one in head.items()} if terms.wants_head else {}
-        width, hidden = rows.weight.shape
-        return agreed, Ready(width=width, hidden=hidden, compute=str(compute), names=agreed.names), sent
-
-    def answer(self, agreed: _Agreed, number: int, batch: Mapping[str, Tensor]) -> tuple[Rows, Mapping[str, Tensor]]:
-        """Return the answer to a question. Raises WireMismatch, BadInput."""
-        if missing := [name for name in agreed.names if name not in batch]:
-            raise WireMismatch(f"wanted a batch with {', '.join(agreed.names)}, got none of {', '.join(missing)}")
-        rows = self._rows(agreed, {name: batch[name] for name in agreed.names})
-        if VALID in batch:
-            rows = rows.chosen(_valid(batch[VALID], rows.hidden.shape[0]).to(self.device))
-        map = rows.map
-        said = Rows(number=number, inner=map.inner, is_capped=map.is_capped, outer=map.outer)
-        if not agreed.terms.top_k:
-            if rows.weight is None:
-                raise WireMismatch("wanted logits from the teacher's head, got others than in the first batch")
-            return said, {"hidden": rows.hidden.to(rows.compute or rows.hidden.dtype)}
-        known = _known(rows, agreed.terms)
-        return said, {"words": known.words, "log_probabilities": known.log_probabilities}
-
-    @torch.no_grad()
-    def _rows(self, agreed: _Agreed, batch: Mapping[str, Tensor]) -> HeadRows:
-        teacher = Teacher(module=self.module, caller=agreed.caller, parameters=self.facts.parameters)
-        with agreed.precision.autocast(self.device):
-            there = {name: one.to(self.device) for name, one in batch.items()}
-            return replace(teacher.rows(there, agreed.terms.dims), words=agreed.terms.words)
-
-    def close(self) -> None:
-        """Give the module's head its own forward back."""
-        self._undo()
-
-
-def _known(rows: HeadRows, terms: Terms) -> KnownWords:
-    return most_probable(rows, terms.top_k, temperature=terms.temperature, tile=terms.tile_tokens)
-
-
-def _valid(bits: Tensor, count: int) -> Tensor:
-    if bits.dtype is not torch.uint8 or bits.ndim != 1 or bits.numel() != -(-count // 8):
-        raise WireMismatch(f"wanted {-(-count // 8)} bytes that say which of {count} tokens count, got {bits.numel()}")
-    return torch.from_numpy(np.unpackbits(bits.numpy(), count=count)).nonzero().squeeze(1)
+    number: int
+    batch: Mapping[str, Tensor]
+    asked: tuple[int, tuple[StageTensor, ...]] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -162,6 +73,7 @@ class TeacherServer:
     _stopping: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _links: dict[FrameSocket, threading.Thread] = field(default_factory=dict)
+    _before: dict[FrameSocket, StageBefore] = field(default_factory=dict)
     _computer: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="gossamer-teach")
     )
@@ -178,9 +90,11 @@ class TeacherServer:
             self.stop()
             self.listener.close()
             with self._lock:
-                links = dict(self._links)
+                links, befores = dict(self._links), list(self._before.values())
             for link in links:
                 link.close()
+            for before in befores:
+                before.give_up()
             for thread in links.values():
                 thread.join()
             self._computer.shutdown()
@@ -206,29 +120,38 @@ class TeacherServer:
 
     def _student(self, link: FrameSocket, host: str) -> None:
         try:
-            agreed = self._greeted(link)
+            session = self._greeted(link)
             with self._lock:
                 self.done.students += 1
                 number = self.done.students
-            kind = f"its {agreed.terms.top_k} most probable words" if agreed.terms.top_k else "rows of hidden states"
-            self.tell(f"student {number} at {host} asks for {kind}")
+            terms = session.reading.terms
+            kind = f"its {terms.top_k} most probable words" if terms.top_k else "rows of hidden states"
+            who = f"student {number} at {host}"
+            if terms.part is not None:
+                who, kind = f"stage {terms.part.stage} at {host}, for student {number},", "what it receives"
+            self.tell(f"{who} asks for {kind}")
             try:
-                while not self._stopping.is_set():
-                    asked, batch = link.receive(Ask, within_s=None, limit_bytes=_MOST_BYTES)
-                    self._answered(link, agreed, asked.number, batch)
+                self._answer_all(link, session)
             finally:
-                self.tell(f"student {number} at {host} left")
+                self.tell(f"{who} left")
         except (BadInput, RunFailed) as error:
-            is_input, message = isinstance(error, BadInput), str(error).removeprefix(f"{_KEY}: ")
-            with suppress(OSError):
-                link.send(packed(Refusal(message=message[:4000], is_input=is_input)), within_s=_TURN_S)
-            self.tell(f"a student at {host} was refused: {message}")
+            self._refuse(link, error)
+            self.tell(f"a student at {host} was refused: {_plain(error)}")
         except OSError:  # it left, or the server ends
             pass
         finally:
             link.close()
+            with self._lock:
+                before = self._before.pop(link, None)
+            if before is not None:
+                before.close()
 
-    def _greeted(self, link: FrameSocket) -> _Agreed:
+    def _refuse(self, link: FrameSocket, error: BadInput | RunFailed) -> None:
+        said = Refusal(message=_plain(error)[:4000], is_input=isinstance(error, BadInput))
+        with suppress(OSError):
+            link.send(packed(said), within_s=_TURN_S)
+
+    def _greeted(self, link: FrameSocket) -> _Session:
         nonce = secrets.token_hex(32)
         link.send(packed(Challenge(nonce=nonce)), within_s=_GREET_S)
         hello, _ = link.receive(Hello, within_s=_GREET_S)
@@ -243,17 +166,81 @@ class TeacherServer:
         link.send(packed(Welcome(proof=signed(self.token, "teacher", nonce, hello.nonce))), within_s=_GREET_S)
         link.send(packed(self.teacher.facts), within_s=_GREET_S)
         terms, example = link.receive(Terms, within_s=None, limit_bytes=_MOST_BYTES)
-        agreed, ready, head = self._compute(lambda: self.teacher.agreed(terms, example))
+        check_asked(self.teacher.facts.part, terms)
+        reading = self.teacher.reading(terms, example)
+        session = _Session(reading, self._joined(link, terms, example))
+        first = self._received(session, self._asked(session, 0, example))
+        ready, head = self._compute(lambda: self.teacher.ready(reading, example, first))
         link.send(packed(ready, head), within_s=_SEND_S)
-        return agreed
+        return session
 
-    def _answered(self, link: FrameSocket, agreed: _Agreed, number: int, batch: Mapping[str, Tensor]) -> None:
-        said, tensors = self._compute(lambda: self.teacher.answer(agreed, number, batch))
+    def _joined(self, link: FrameSocket, terms: Terms, example: Mapping[str, Tensor]) -> StageBefore | None:
+        """Return a connection to the stage before that is this student's alone, where there is such a stage."""
+        stage = self.teacher.stage
+        if stage is None or stage.before is None:
+            return None
+        before = StageBefore(stage.before, stage.part)
+        with self._lock:
+            self._before[link] = before
+        if self._stopping.is_set():
+            raise ConnectionError("the server ends")
+        before.agree(terms, example)
+        return before
+
+    def _answer_all(self, link: FrameSocket, session: _Session) -> None:
+        questions: queue.Queue[_Question | Exception] = queue.Queue(_READ_AHEAD)
+        reader = threading.Thread(
+            target=self._read_all, args=(link, session, questions), name="gossamer-questions", daemon=True
+        )
+        reader.start()
+        try:
+            while not self._stopping.is_set():
+                found = questions.get()
+                if isinstance(found, Exception):
+                    raise found
+                self._answered(link, session, found)
+        except (BadInput, RunFailed) as error:
+            self._refuse(link, error)  # before the reader's end is one of the connection
+            raise
+        finally:
+            while reader.is_alive():  # it may wait for a place in the queue, or for a student
+                link.shut()
+                with suppress(queue.Empty):
+                    questions.get(timeout=_TURN_S)
+
+    def _read_all(self, link: FrameSocket, session: _Session, questions: queue.Queue[_Question | Exception]) -> None:
+        try:
+            while True:
+                asked, batch = link.receive(Ask, within_s=None, limit_bytes=_MOST_BYTES)
+                questions.put(self._asked(session, asked.number, batch))
+        except Exception as error:  # whoever answers says it, after what was asked before
+            questions.put(error)
+
+    def _asked(self, session: _Session, number: int, batch: Mapping[str, Tensor]) -> _Question:
+        """Return a question, which the stage before has been asked, if there is one."""
+        stage, before = self.teacher.stage, session.before
+        if stage is None or before is None:
+            return _Question(number, batch)
+        given = self.teacher.asked(session.reading, batch)
+        way = stage.known(session.reading, given) or self._compute(lambda: stage.way(session.reading, given))
+        wanted = received_by(way)
+        return _Question(number, batch, (before.ask(given, wanted), wanted))
+
+    def _received(self, session: _Session, question: _Question) -> Received:
+        if session.before is None or question.asked is None:
+            return NOTHING
+        return session.before.take(*question.asked)
+
+    def _answered(self, link: FrameSocket, session: _Session, question: _Question) -> None:
+        received = self._received(session, question)
+        said, tensors = self._compute(
+            lambda: self.teacher.answer(session.reading, question.number, question.batch, received)
+        )
         data = packed(said, tensors)
         link.send(data, within_s=_SEND_S)
         with self._lock:
             self.done.questions += 1
-            self.done.tokens += next(iter(tensors.values())).shape[0]
+            self.done.tokens += next(iter(tensors.values())).shape[0] if self.teacher.is_last else 0
             self.done.sent_bytes += len(data)
 
     def _compute(self, work: Callable[[], T]) -> T:
@@ -265,3 +252,7 @@ class TeacherServer:
         except Exception as error:
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise RunFailed(f"the teacher cannot compute this batch ({said})") from error
+
+
+def _plain(error: BadInput | RunFailed) -> str:
+    return str(error).removeprefix(f"{_KEY}: ")

@@ -89,6 +89,7 @@ class RemoteTeacher(TeacherElsewhere):
             number = next(self._now)
             self._send(number, batch)
         said, tensors = self.link.take(number)
+        assert isinstance(said, Rows)
         return self._read(said, tensors, valid.numel())
 
     def _send(self, number: int, batch: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,111 @@
+"""One run of benchmarks/savers/tiers.py under DeepSpeed's ZeRO-Infinity, and its figures as one JSON line.
+
+PEER_PYTHON _deepspeed_run.py '{"folder": ..., "blocks": ..., "width": ..., "steps": ..., ...}'
+
+Parameters, gradients and optimizer states are offloaded to files of `folder`, on the CPU as the only device. The model,
+the batches and AdamW's settings are those of _tiers_run.py. It runs in an environment with torch and deepspeed alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+_BUFFER = 1 << 23  # numbers of the largest parameter, twice: 4 x width^2 of the large model are 2^22
+_PORT = "29533"
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    if asked["cgroup"]:  # before anything is imported: all of it counts
+        Path(asked["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
+    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": str(asked["threads"])}
+    os.environ["DS_ENV_FILE"] = os.devnull
+    print(json.dumps(run(asked)))
+
+
+def settings(asked: dict[str, Any]) -> dict[str, Any]:
+    place = {"device": "nvme", "nvme_path": asked["folder"], "pin_memory": False}
+    return {
+        "train_micro_batch_size_per_gpu": asked["batch"],
+        "gradient_clipping": asked["clip"],
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {**place, "buffer_count": 4},
+            "offload_param": {**place, "buffer_count": 5, "buffer_size": _BUFFER, "max_in_cpu": 0},
+            "sub_group_size": _BUFFER,
+            "reduce_bucket_size": _BUFFER,
+            "stage3_prefetch_bucket_size": _BUFFER,
+            "stage3_max_live_parameters": 2 * _BUFFER,
+            "stage3_max_reuse_distance": 0,
+            "stage3_param_persistence_threshold": 10_000,
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "aio": {"block_size": 1 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self, blocks: int, width: int) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, width)
+            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+            self.head = nn.Linear(width, 256, bias=False)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    torch.manual_seed(0)
+    torch.set_num_threads(asked["threads"])
+    given = settings(asked)
+    deepspeed.init_distributed("gloo", verbose=False)
+    with deepspeed.zero.Init(config_dict_or_path=given, dtype=torch.float32):
+        module = Model(asked["blocks"], asked["width"])
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=given)
+    losses, ended = [], [time.perf_counter()]
+    for step in range(asked["steps"]):
+        rows = (step * asked["batch"] + torch.arange(asked["batch"])[:, None]) % 256
+        ids = (rows + torch.arange(asked["sequence"]) * 3) % 256
+        loss = nn.functional.cross_entropy(engine(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        ended.append(time.perf_counter())
+    return {
+        "version": deepspeed.__version__,
+        "losses": losses,
+        "ended": ended,
+        "rss_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+if __name__ == "__main__":
+    main()

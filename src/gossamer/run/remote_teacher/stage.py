@@ -1,0 +1,258 @@
+"""A stage of a teacher in this process, and a student's way to the stage before.
+
+A stage is that of a training in stages (`model.split`): the whole forward runs, with placeholders for the modules of
+other stages. Each question of a student goes back through the stages to the first one; what a stage sends to the next
+is the answer. So tokens travel one way, and rows cross each border once.
+
+    student  --tokens-->  stage 3  --tokens-->  stage 2  --tokens-->  stage 1
+             <--rows---            <--border---          <--border---
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.loss._output import logits_of
+from gossamer.model.forward_adapter import ForwardAdapter, caller_of
+from gossamer.model.precision import Precision
+from gossamer.model.split.dataflow import CallOutput, DataFlow
+from gossamer.model.split.in_flight import InFlight
+from gossamer.model.split.input_variants import InputVariants, signature_of
+from gossamer.model.split.split_points import SplitPoints, StageSpec
+from gossamer.model.split.stage import StageModule
+from gossamer.pipeline.p2p import StageTensor
+from gossamer.run.batches import RankBatch
+from gossamer.run.remote_teacher.frames import packed
+from gossamer.run.remote_teacher.link import Patience, TeacherLink
+from gossamer.run.remote_teacher.messages import Ask, Border, Ready, TeacherPart, Terms
+from gossamer.run.staged_model import boundary_of
+from gossamer.spec.errors import WireMismatch, bad_input
+
+_MOST_TENSORS = 64  # of a frame
+_KEY = "train.loss"
+_TURN = threading.RLock()  # traces and stages of one process share the tensors without elements of torch
+Received = Mapping[CallOutput, Tensor]
+NOTHING: Received = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a student's batches are read: its terms, and what of a batch goes into the forward."""
+
+    terms: Terms
+    caller: ForwardAdapter
+    names: tuple[str, ...]
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceBefore:
+    """The stage before. `where`: host and port; `part`: which stage it is; `digest`: of the weights up to it."""
+
+    where: tuple[str, int]
+    part: TeacherPart
+    digest: str
+    token: str
+    patience: Patience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherStage:
+    """A stage of a teacher. `outline`: the whole model without memory, for traces; `before`: None of the first one."""
+
+    part: TeacherPart
+    stage: StageModule
+    outline: nn.Module
+    cuts: SplitPoints
+    device: torch.device
+    before: PlaceBefore | None = None
+    _ways: dict[tuple[str, int], InputVariants] = field(default_factory=dict)
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether this is the stage that students ask."""
+        return self.part.stage == self.part.stages
+
+    def way(self, reading: Reading, batch: Mapping[str, Tensor]) -> tuple[DataFlow, StageSpec]:
+        """Return the data flow of a batch, and this stage in it; a new kind of batch costs a forward on shapes.
+
+        Raises BadInput for a batch for which the model cannot be divided here.
+        """
+        batch = {name: one.to(self.device) for name, one in batch.items()}
+        key = reading.terms.precision, reading.terms.dims
+        if key not in self._ways:
+            run = partial(_logits, reading.precision, self.device, reading.terms.dims)
+            self._ways[key] = InputVariants(self.outline, run, self.cuts)
+        with _TURN:
+            flow, parts = self._ways[key].of(batch, training=False)
+        mine = parts[self.part.stage - 1]
+        if len(mine.sends) > _MOST_TENSORS:
+            raise bad_input(
+                wanted=f"at most {_MOST_TENSORS} tensors that cross from one stage of a teacher to the next",
+                got=f"{len(mine.sends)} after {self.part.named}",
+                do="set --cuts to a place between two blocks",
+                key=_KEY,
+            )
+        return flow, mine
+
+    def known(self, reading: Reading, batch: Mapping[str, Tensor]) -> tuple[DataFlow, StageSpec] | None:
+        """Return the same, for a kind of batch that has come before; None for another one. For any thread."""
+        ways = self._ways.get((reading.terms.precision, reading.terms.dims))
+        found = None if ways is None else ways.known.get((False, signature_of(batch)))
+        return None if found is None else (found[0], found[1][self.part.stage - 1])
+
+    @torch.no_grad()
+    def forward(self, reading: Reading, batch: Mapping[str, Tensor], received: Received) -> InFlight:
+        """Run this stage's part of the forward of a batch; on the last stage the result is the logits."""
+        way = self.way(reading, batch)
+        there = {name: one.to(self.device) for name, one in batch.items()}
+        run = partial(_logits, reading.precision, self.device, reading.terms.dims, self.stage.module, there)
+        with _TURN:
+            self.stage.follow(*way)
+            return self.stage.forward(run, {value: one.to(self.device) for value, one in received.items()})
+
+
+class StageBefore:
+    """One student's connection to the stage before, for the stage `mine`."""
+
+    def __init__(self, place: PlaceBefore, mine: TeacherPart) -> None:
+        self._place, self._mine = place, mine
+        self._link = before_link(place.where, place.part, token=place.token, patience=place.patience)
+        self._numbers = count()
+
+    def agree(self, terms: Terms, example: Mapping[str, Tensor]) -> Ready:
+        """Say what is wanted, with a first batch. Raises BadInput, TeacherLost, WireMismatch."""
+        check_before(self._link, self._mine)
+        if self._link.facts.digest != self._place.digest:
+            raise WireMismatch(
+                f"{self._place.part.named} at {self._link.where} has other weights now ({self._link.facts.digest}, "
+                f"before {self._place.digest}): start {self._mine.named} again too"
+            )
+        return self._link.agree(terms.model_copy(update={"part": self._mine, "wants_head": False}), example)[0]
+
+    def ask(self, batch: Mapping[str, Tensor], wanted: tuple[StageTensor, ...]) -> int:
+        """Ask for what this stage receives of a batch; return the number of the question."""
+        number, most = next(self._numbers), sum(_nbytes(one) for one in wanted)
+        rows = next(iter(batch.values())).shape[0]
+        self._link.ask(number, packed(Ask(number=number), batch), rows=rows, most_bytes=most)
+        return number
+
+    def take(self, number: int, wanted: tuple[StageTensor, ...]) -> Received:
+        """Wait for an answer and return it. Raises BadInput, TeacherLost, WireMismatch."""
+        _, tensors = self._link.take(number)
+        shapes = {_name(one.value): (tuple(one.form.shape), one.form.dtype) for one in wanted}
+        if (came := {name: (tuple(one.shape), one.dtype) for name, one in tensors.items()}) != shapes:
+            raise WireMismatch(
+                f"{self._place.part.named} at {self._link.where} sent other tensors than {self._mine.named} receives: "
+                f"wanted {shapes}, got {came}"
+            )
+        return {one.value: tensors[_name(one.value)] for one in wanted}
+
+    def give_up(self) -> None:
+        """Wake up whoever waits for an answer."""
+        self._link.give_up("this stage ends")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._link.close()
+
+
+def before_link(where: tuple[str, int], part: TeacherPart, *, token: str, patience: Patience) -> TeacherLink:
+    """Return a connection to the stage `part`. Raises TeacherAbsent, BadInput."""
+    return TeacherLink(*where, token=token, patience=patience, whose=part.named, kind=Border)
+
+
+def check_before(link: TeacherLink, mine: TeacherPart) -> None:
+    """Raise BadInput unless the stage before the one that is `mine` is at the other end of a connection."""
+    wanted = mine.model_copy(update={"stage": mine.stage - 1})
+    if (found := link.facts.part) is None:
+        raise bad_input(
+            wanted=f"{wanted.named} at {link.where}, as {mine.named} asks it",
+            got="a teacher that is whole",
+            do=f"start it with --stage {wanted.stage}/{wanted.stages}",
+            key=_KEY,
+        )
+    _check_equal(wanted, found, f"at {link.where}")
+
+
+def check_asked(mine: TeacherPart | None, terms: Terms) -> None:
+    """Raise BadInput unless who asks a teacher, or its stage `mine`, may do so.
+
+    The last stage and a whole teacher are asked by students, every other stage by the next one of the same teacher.
+    """
+    asks = terms.part
+    if asks is None:
+        if mine is not None and mine.stage < mine.stages:
+            raise bad_input(
+                wanted=f"the address of the teacher's last stage, {mine.stages} of {mine.stages}, whom students ask",
+                got=f"that of {mine.named}",
+                do="name the last stage's address as the teacher",
+                key=_KEY,
+            )
+    elif mine is None or mine.stage == mine.stages:
+        named = "a teacher that is whole" if mine is None else mine.named
+        raise bad_input(
+            wanted=f"students of {named}",
+            got=asks.named,
+            do="give that stage the address of the one before it, with --previous",
+            key=_KEY,
+        )
+    else:
+        _check_equal(mine.model_copy(update={"stage": mine.stage + 1}), asks, f"for {mine.named}")
+
+
+def _check_equal(wanted: TeacherPart, found: TeacherPart, where: str) -> None:
+    if (found.stage, found.stages) != (wanted.stage, wanted.stages):
+        raise bad_input(
+            wanted=f"{wanted.named} {where}",
+            got=found.named,
+            do="number the stages from 1 with --stage, and give each the address of the one before with --previous",
+            key=_KEY,
+        )
+    if found.source != wanted.source:
+        raise bad_input(
+            wanted=f"the same teacher in all stages, {wanted.source}",
+            got=f"{found.source} {where}",
+            do="give every stage the same files",
+            key=_KEY,
+        )
+    if found.cuts != wanted.cuts:
+        raise bad_input(
+            wanted=f"the same cuts in all stages, {', '.join(wanted.cuts)}",
+            got=f"{', '.join(found.cuts)} {where}",
+            do="give every stage the same --cuts, or none",
+            key=_KEY,
+        )
+
+
+def received_by(way: tuple[DataFlow, StageSpec]) -> tuple[StageTensor, ...]:
+    """Return what a stage receives from the one before."""
+    return boundary_of(*way).receives
+
+
+def sent_by(live: InFlight) -> RankBatch:
+    """Return what a stage sends to the next one, by the names of a frame's tensors."""
+    return {_name(value): one.detach() for value, one in live.sent.items()}
+
+
+def _name(value: CallOutput) -> str:
+    return f"{value.call}.{value.place}"
+
+
+def _nbytes(one: StageTensor) -> int:
+    return torch.Size(one.form.shape).numel() * one.form.dtype.itemsize
+
+
+def _logits(
+    precision: Precision, device: torch.device, dims: int, module: nn.Module, batch: Mapping[str, Tensor]
+) -> Tensor:
+    rows = dict(batch)
+    with precision.autocast(device):
+        return logits_of(caller_of(module, rows)(module, rows), dims=dims, shape="of the teacher")
