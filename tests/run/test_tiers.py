@@ -115,3 +115,22 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
     same(saved(tmp_path / "a"), saved(tmp_path / "b"))
     losses = [[one["loss"] for one in records(tmp_path / side, "evaluation")] for side in "ab"]
     assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "branches"), (3, "habits"), (2, "sometimes"), (2, "halves")])
+def test_several_ranks_are_plain_training_on_as_many(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
+) -> None:
+    """Losses, norms, weights and states, of parameters too that some ranks or none have a gradient of."""
+    given = {"steps": 5, "kind": kind, "dropout": 0.1}
+    ours = pool.run(
+        "run.jobs:train", ranks, folder=str(tmp_path / "a"), sections=sections(tmp_path, clip=clip), **given
+    )
+    asked = {"train": {"max_grad_norm": clip}, "plan": {"exchange": "dense"}}
+    plain = pool.run("run.jobs:train", ranks, folder=str(tmp_path / "b"), sections=asked, **given)
+    assert {one["digest"] for one in ours} == {one["digest"] for one in plain}
+    steps = [[(one["loss"], one["grad_norm"]) for one in records(tmp_path / side, "step")] for side in "ab"]
+    assert steps[0] == steps[1]
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+    assert list((tmp_path / "tiers").iterdir()) == []

@@ -17,6 +17,7 @@ from gossamer.plan._stage_traffic import Border, Staged, price_of_stages
 from gossamer.plan._traffic import (
     Shapes,
     gather_bytes,
+    mark_bytes,
     probe_bytes,
     round_bytes,
     state_buckets,
@@ -71,6 +72,8 @@ def price_of(methods: PlanMethods, shapes: Shapes, levels: ProcessGroups, *, wal
         links.update(walk_bytes(walk, deal.of_parameters, methods.plan.microbatches[0]))
     if sharding.is_sharded:
         links.update(gather_bytes(buckets, deal, sharding.differences))
+    if sharding.is_tiered:
+        links.update(mark_bytes(buckets, levels))
     return _cost(links, levels)
 
 

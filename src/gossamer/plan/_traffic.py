@@ -65,6 +65,11 @@ def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -
     return by_link(levels, sent)
 
 
+def mark_bytes(buckets: Buckets, levels: ProcessGroups) -> dict[str, int]:
+    """Return the payload bytes per link of what goes with the gradients of states in tiers: who has any."""
+    return by_link(levels, lambda rank: (Traffic(Collective.SUM, len(layout.entries), 4) for layout, _ in buckets))
+
+
 def gather_bytes(buckets: Buckets, deal: RowPartition, differences: Codec | None) -> dict[str, int]:
     """Return the payload bytes per link of the all-gather of updated parameters after the optimizer step."""
     return by_link(

@@ -87,6 +87,7 @@ def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Writt
     against = {
         "a model in stages": mesh.in_stages,
         "sharded states": asked.sharding.is_sharded,
+        "states in tiers": asked.sharding.is_tiered,
         "plan.adapt": config.plan.adapts,
         "verification": config.train.verify.every > 0,
     }
@@ -103,6 +104,8 @@ def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
         return ALL_REDUCE, "no gradient is exchanged"
     if asked.sync.loop is not None:
         return ALL_REDUCE, "all-reduce of the gradients inside an island; plan.sync says what islands exchange"
+    if asked.sharding.is_tiered:
+        return ALL_REDUCE, "all-reduce: a mean goes to the tiers as it is, and auto chooses no other exchange for them"
     if mesh.in_stages:
         return ALL_REDUCE, "all-reduce: auto does not choose a compressed exchange for a model in stages"
     return AUTO, "chosen before step 1, as the links are"

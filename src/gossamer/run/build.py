@@ -200,7 +200,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     sharding.check(given.levels)
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
-    tiers = tiers_of(parts, rule, exchange, given.rank, given.engine.tiled) if sharding.is_tiered else None
+    tiers = tiers_of(parts, rule, exchange, given.pump.channel, given.engine.tiled) if sharding.is_tiered else None
     shards = None
     if parts.walk is not None and tiers is None:
         shards = _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)

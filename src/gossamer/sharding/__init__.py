@@ -23,7 +23,14 @@ from gossamer.sharding._tier_layout import TierGroup, TierLayout, TierTensor
 from gossamer.sharding._tier_limits import TierAccount, TierLimits
 from gossamer.sharding._tier_update import HostListener, TierUpdater, UpdateListener
 from gossamer.sharding._tiered_parameters import smallest_device
-from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
+from gossamer.sharding._tiered_states import (
+    TieredStates,
+    closing_order,
+    read_tiers,
+    remove_left_over,
+    smallest_host,
+    tier_path,
+)
 from gossamer.sharding._tile_reader import largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
@@ -57,16 +64,19 @@ __all__ = [
     "UpdateTerms",
     "build",
     "bytes_of",
+    "closing_order",
     "gather_traffic",
     "holdings",
     "largest_tile",
     "longest_message_numel",
     "names",
     "read_tiers",
+    "remove_left_over",
     "rows_of",
     "shapes_of",
     "smallest_device",
     "smallest_host",
+    "tier_path",
     "trace_access",
 ]
 

@@ -26,7 +26,7 @@ from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
 from gossamer.spec.errors import RunFailed
-from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
+from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, not_in_use, page_buffer
 
 _FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
@@ -48,6 +48,7 @@ class TieredStates:
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
+    order: tuple[int, ...]  # of the trained groups, as backward fills them: in it ranks average their gradients
     is_closed: bool = False
     is_kept: bool = False  # whether `close` leaves the file
     has_moved: bool = False  # whether a step of this run is in the file
@@ -75,7 +76,7 @@ class TieredStates:
 
         `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
         """
-        path = folder / f"rank-{rank:05d}.tier"
+        path = tier_path(folder, rank)
         limits.file.take(layout.size_bytes)
         limits.host.take(windows * layout.window_bytes)
         journal = TierJournal(path.with_suffix(".json"))
@@ -101,8 +102,9 @@ class TieredStates:
             undo.callback(parameters.close)
             updater = updater_of(file)
             undo.callback(updater.close)
+            order = closing_order(walk, [group.names for group in layout.trained])
             found = TieredStates(
-                layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
+                layout, limits, file, journal, parameters, updater, is_hidden, records, rate, order, _of_name=of_name
             )
             found.settle(0)
             undo.pop_all()
@@ -119,18 +121,27 @@ class TieredStates:
         """Return what has been submitted to the updater and done."""
         return self.updater.progress
 
-    def open_gradient(self, layout: Layout) -> Bucket:
-        """Return a gradient buffer of zeros, when updates have made room for it."""
+    def open_gradient(self, layout: Layout, awaited: Callable[[], str | None]) -> Bucket:
+        """Return a gradient buffer of zeros, when updates have made room for it.
+
+        `awaited`: None while a mean of several ranks is under way, after which there may be room; else what full
+        buckets of this rank wait for, "" for nothing. It raises where their exchange has failed.
+        """
         began = time.perf_counter()
 
         def failed() -> None:
             self.progress.check()
-            if self.progress.is_idle and time.perf_counter() - max(began, self.progress.idle_since) > _STUCK_S:
+            name = awaited()
+            if name is None or not self.progress.is_idle:
+                return
+            if time.perf_counter() - max(began, self.progress.idle_since) > _STUCK_S:
                 host = self.limits.host
+                behind = f" Full buckets wait to be averaged after that of {name}, as on all ranks." if name else ""
                 raise RunFailed(
                     f"the gradients of this step are open in another order than in the trace before the first one, and "
-                    f"{layout.nbytes} more bytes do not fit the {host.limit} of plan.sharding.tiers.host, of which "
-                    f"{host.used} are in use: set host to {host.used + layout.nbytes} or more"
+                    f"{layout.nbytes} more bytes, for {layout.entries[0].name}, do not fit the {host.limit} of "
+                    f"plan.sharding.tiers.host, of which {host.used} are in use: set host to "
+                    f"{host.used + layout.nbytes} or more.{behind}"
                 )
 
         self.limits.host.take_in_turn(layout.nbytes, failed)
@@ -232,12 +243,27 @@ class TieredStates:
         self.file.close()
 
 
+def tier_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file; those beside it have other suffixes."""
+    return folder / f"rank-{rank:05d}.tier"
+
+
+def remove_left_over(folder: Path, ranks: int) -> None:
+    """Remove what a run of more than `ranks` ranks has left, as a run removes what the one before it left."""
+    for path in folder.glob("rank-*.tier"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit() and int(number) >= ranks and path == tier_path(folder, int(number)):
+            with not_in_use(path) as is_free:
+                if is_free:
+                    _remove(path)
+
+
 def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], Tensor]]:
     """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
 
     The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no state.
     """
-    path = folder / f"rank-{rank:05d}.tier"
+    path = tier_path(folder, rank)
     said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
     found = {}
     for group, record in zip(groups, said["records"], strict=True):
@@ -285,13 +311,24 @@ def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
         file.write(offset + at, buffer[:whole])
 
 
+def closing_order(walk: UnshardOrder, gradients: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Return the numbers of buckets in the order in which backward fills them, by the trace, so the same on all ranks.
+
+    Those with parameters outside of units are last: nobody knows when these have all of their gradient.
+    """
+    place = {name: at for at, unit in enumerate(reversed(walk.units)) for name in unit.names}
+    full = [max((place.get(name, len(walk.units)) for name in names), default=0) for names in gradients]
+    return tuple(sorted(range(len(full)), key=lambda i: (full[i], i)))
+
+
 def smallest_host(
     layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
 ) -> int:
     """Return the least bytes of buffers that a step needs: a window, and the gradients that are open at once.
 
     The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
-    open from the start on, and with several micro-batches all are, until the last of them.
+    open from the start on, and with several micro-batches all are, until the last of them. Several ranks need no more:
+    they average buckets in the order in which they are filled (`closing_order`).
     """
     sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
     if microbatches > 1:

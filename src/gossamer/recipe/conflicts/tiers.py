@@ -10,7 +10,6 @@ from gossamer.spec.method_config import told
 
 _OTHERS = (
     STAGES,
-    Beside("one process", lambda r: r.plan.ranks > 1, lambda r: f"{r.plan.ranks} processes"),
     Beside(
         "plan.sync every_step",
         lambda r: r.sync.loop is not None or r.sync.probe is not None,
