@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
@@ -117,20 +118,66 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
     assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 1e-2)
 
 
+def beside_plain(
+    pool: Pool, folder: Path, ranks: int, *, clip: float, train: dict[str, Any] | None = None, **given: Any
+) -> None:
+    """Losses, norms, weights, states and what is said of rejected steps are those of plain training on as many ranks."""
+    plan, more = given.pop("plan", {}), dict(train or {})
+    tiered = sections(folder, clip=clip, **more)
+    tiered["plan"] |= plan
+    plain = {"train": {"max_grad_norm": clip, **more}, "plan": {"exchange": "dense", **plan}}
+    ours, others = (
+        pool.run("run.jobs:train", ranks, folder=str(folder / side), sections=asked, **given)
+        for side, asked in (("a", tiered), ("b", plain))
+    )
+    assert {one["digest"] for one in ours} == {one["digest"] for one in others}
+    assert {one["ended"] for one in ours} == {""}
+    for kind, fields in (("step", ("loss", "grad_norm")), ("evaluation", ("loss",))):
+        one, other = ([[got[name] for name in fields] for got in records(folder / side, kind)] for side in "ab")
+        assert one == other
+    said = [[one["message"] for one in records(folder / side, "event")] for side in "ab"]
+    rejected = [[one for one in each if "no parameter moved" in one] for each in said]
+    assert rejected[0] == rejected[1] and bool(rejected[0]) == ("bad" in given)
+    same(saved(folder / "a"), saved(folder / "b"))
+    assert list((folder / "tiers").iterdir()) == []
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "branches"), (3, "habits"), (2, "sometimes"), (2, "halves")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "gpt2"), (3, "llama"), (3, "branches"), (2, "sometimes")])
 def test_several_ranks_are_plain_training_on_as_many(
     pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
 ) -> None:
-    """Losses, norms, weights and states, of parameters too that some ranks or none have a gradient of."""
-    given = {"steps": 5, "kind": kind, "dropout": 0.1}
-    ours = pool.run(
-        "run.jobs:train", ranks, folder=str(tmp_path / "a"), sections=sections(tmp_path, clip=clip), **given
-    )
-    asked = {"train": {"max_grad_norm": clip}, "plan": {"exchange": "dense"}}
-    plain = pool.run("run.jobs:train", ranks, folder=str(tmp_path / "b"), sections=asked, **given)
-    assert {one["digest"] for one in ours} == {one["digest"] for one in plain}
-    steps = [[(one["loss"], one["grad_norm"]) for one in records(tmp_path / side, "step")] for side in "ab"]
-    assert steps[0] == steps[1]
-    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
-    assert list((tmp_path / "tiers").iterdir()) == []
+    """Parameters too of which some ranks, or none, have a gradient; another order of the units in a later step."""
+    beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_a_step_that_one_rank_spoils_is_rejected_on_all(pool: Pool, tmp_path: Path, clip: float) -> None:
+    """Micro-batches, and evaluations between steps."""
+    train = {"batch": 8, "accumulate": 2, "evaluate_every": 2, "on_nonfinite": "skip"}
+    beside_plain(pool, tmp_path, 2, clip=clip, steps=5, bad=17, train=train)
+
+
+def test_ranks_with_unequal_shares_and_numbers_of_micro_batches(pool: Pool, tmp_path: Path) -> None:
+    train = {"batch": 8, "accumulate": 2}
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, train=train, plan={"batch_fractions": [1, 7]})
+    plan = yaml.safe_load((tmp_path / "a" / "run" / "plan.yaml").read_text())
+    assert plan["rows"] == [1, 7] and plan["microbatches"] == [1, 2]
+
+
+def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
+    pool.run("run.jobs:train", 2, folder=str(tmp_path), sections=sections(tmp_path, clip=0.0), steps=2)
+    forecast = yaml.safe_load((tmp_path / "run" / "plan.yaml").read_text())["forecast"]["wire_bytes"]
+    assert forecast["0>1"] and all(one["wire_bytes"]["0>1"] == forecast["0>1"] for one in records(tmp_path, "step"))
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_without_tiers(pool: Pool, tmp_path: Path) -> None:
+    """With tiers as without: on 2 ranks, then 1, then 2."""
+    digests = []
+    tiered, plain = sections(tmp_path, clip=0.0), {"train": {"max_grad_norm": 0.0}, "plan": {"exchange": "dense"}}
+    for name, asked in {"plain": (plain,) * 3, "tiers": (tiered,) * 3, "both": (tiered, plain, tiered)}.items():
+        for number, (ranks, given) in enumerate(zip((2, 1, 2), asked, strict=True)):
+            until = {"until": 2 * (number + 1), "resume": number > 0, "fresh_plan": True}
+            found = pool.run("run.jobs:train", ranks, folder=str(tmp_path / name), sections=given, steps=6, **until)
+        digests.append({one["digest"] for one in found})
+    assert len(digests[0]) == 1 and digests[0] == digests[1] == digests[2]

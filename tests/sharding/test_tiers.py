@@ -282,7 +282,6 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     beside: list[dict[str, Any]] = [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"sync": {"diloco": {}}}},
-        {"machines": {"processes": 2}},
         {"plan": {"mesh": {"pipe": 2}}},
         {"model": {"adapter": "lora"}},
         {"model": {"compile": True}},
@@ -290,7 +289,7 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     for given in beside:
         there = {"plan": {"sharding": {"tiers": {**limits, "directory": str(tmp_path)}}, **given.get("plan", {})}}
         config = RunConfig.model_validate({**given, **there})
-        ranks = 2 if "machines" in given or "mesh" in given.get("plan", {}) else 1
+        ranks = 2 if "mesh" in given.get("plan", {}) else 1
         with pytest.raises(BadInput, match="tiers"):
             make_plan(config, Blocks(), ranks=ranks, device=torch.device("cpu"))
     with pytest.raises(BadInput, match="a size such as"):
