@@ -160,9 +160,9 @@ def test_a_step_that_one_rank_spoils_is_rejected_on_all(pool: Pool, tmp_path: Pa
 
 def test_ranks_with_unequal_shares_and_numbers_of_micro_batches(pool: Pool, tmp_path: Path) -> None:
     train = {"batch": 8, "accumulate": 2}
-    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, train=train, plan={"batch_fractions": [1, 7]})
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, train=train, plan={"batch_fractions": [1, 3]})
     plan = yaml.safe_load((tmp_path / "a" / "run" / "plan.yaml").read_text())
-    assert plan["rows"] == [1, 7] and plan["microbatches"] == [1, 2]
+    assert plan["rows"] == [2, 6] and plan["microbatches"] == [2, 2]
 
 
 def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
