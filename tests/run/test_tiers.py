@@ -118,12 +118,15 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
     assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 1e-2)
 
 
+DIVIDED = {"shard_group": "all"}
+
+
 def beside_plain(
     pool: Pool, folder: Path, ranks: int, *, clip: float, train: dict[str, Any] | None = None, **given: Any
 ) -> None:
-    """Losses, norms, weights, states and what is said of rejected steps are those of plain training on as many ranks."""
-    plan, more = given.pop("plan", {}), dict(train or {})
-    tiered = sections(folder, clip=clip, **more)
+    """Losses, norms, weights, states and rejected steps are those of plain training on as many ranks."""
+    plan, more, keys = given.pop("plan", {}), dict(train or {}), given.pop("tiers", {})
+    tiered = sections(folder, clip=clip, tiers=keys, **more)
     tiered["plan"] |= plan
     plain = {"train": {"max_grad_norm": clip, **more}, "plan": {"exchange": "dense", **plan}}
     ours, others = (
@@ -140,6 +143,16 @@ def beside_plain(
     assert rejected[0] == rejected[1] and bool(rejected[0]) == ("bad" in given)
     same(saved(folder / "a"), saved(folder / "b"))
     assert list((folder / "tiers").iterdir()) == []
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "thin"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_divide_states_are_plain_training_on_as_many(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
+) -> None:
+    """Parameters too of fewer rows than there are ranks."""
+    beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=4, tiers=DIVIDED)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])

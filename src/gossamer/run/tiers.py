@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gossamer.comm.channel import Channel, gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.optimizer import Optimizer
 from gossamer.run.checkpoint import trainable
@@ -15,11 +17,13 @@ from gossamer.run.step_algorithm import Gradients, ReplayedSteps, StepAlgorithm,
 from gossamer.run.task import Task
 from gossamer.run.update_process import UpdateProcess
 from gossamer.sharding import (
+    LEVEL,
     GroupUpdater,
     HostListener,
     ShardedOptimizer,
     TieredStates,
     TierLayout,
+    TierShares,
     TierUpdater,
     TiledWeight,
     UpdateTerms,
@@ -89,10 +93,12 @@ def tiers_of(
     parts: Parts,
     rule: Optimizer,
     exchange: Mapping[str, Exchange],
-    channel: Channel,
+    pump: CommThread,
     tiled: Sequence[TiledWeight] = (),
 ) -> TieredStates:
-    """Put the states of a rank into tiers; all ranks must call it, each has a file of its own with all states.
+    """Put the states of a rank into tiers; all ranks must call it, each has a file of its own.
+
+    `pump`: brings the weights that other ranks have, beside the messages of the steps.
 
     `tiled`: the weights of layers that run in tiles. Of those that nothing else reads, a tile is in memory at one time.
     Raises BadInput, before anything is moved, for a limit that no step fits, or files that do not fit their disk.
@@ -110,8 +116,13 @@ def tiers_of(
     cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
     names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
     is_hidden = not config.train.max_grad_norm
+    channel, shares = pump.channel, None
+    if sharding.is_sharded:
+        deal = sharding.deal(channel.levels).of_parameters
+        channel.widen(ProcessGroups({LEVEL: channel.levels.groups["all"]}))
+        shares = TierShares(deal, channel.rank)
     params = dict(parts.module.named_parameters())
-    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden)
+    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden, shares=shares)
     least_host = smallest_host(layout, walk, names, microbatches=max(parts.plan.microbatches))
     limits = sharding.limits
     tiled = [one for one in tiled if one.name in walk.tiled]
@@ -144,9 +155,13 @@ def tiers_of(
         updater_of=updater_of,
         is_hidden=is_hidden,
         tiled=tiled,
+        shares=shares,
+        pump=pump,
     )
-    if ranks > 1:  # all wait for the slowest in every step
-        found.rate = float(gathered(channel, [found.rate]).min())
+    if ranks > 1:
+        everyone = gathered(channel, [found.rate, float(layout.size_bytes)])
+        found.rate = float(everyone[:, 0].min())  # all wait for the slowest in every step
+        found.largest_bytes = int(everyone[:, 1].max())
     return found
 
 
@@ -189,11 +204,11 @@ def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
         f"{show_bytes(tiers.rate)}/s, {measured}, {show_seconds((read + written) / tiers.rate)}",
     )
     if ranks > 1:
-        size = tiers.layout.size_bytes
+        what = "all states" if tiers.shares is None else "the states of some parameters"
         yield (
             "info",
-            f"tiers: each of the {ranks} ranks has all states in a file of its own, {show_bytes(size)}; those that "
-            "share a disk share its space and its rate",
+            f"tiers: each of the {ranks} ranks has {what} in a file of its own, of {show_bytes(tiers.largest_bytes)} at "
+            "most; those that share a disk share its space and its rate",
         )
     if not tiers.is_hidden:
         yield (

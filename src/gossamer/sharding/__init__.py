@@ -21,6 +21,7 @@ from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffi
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._tier_layout import TierGroup, TierLayout, TierTensor
 from gossamer.sharding._tier_limits import TierAccount, TierLimits
+from gossamer.sharding._tier_shares import TierShares
 from gossamer.sharding._tier_update import HostListener, TierUpdater, UpdateListener
 from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import (
@@ -54,6 +55,7 @@ __all__ = [
     "TierGroup",
     "TierLayout",
     "TierLimits",
+    "TierShares",
     "TierTensor",
     "TierUpdater",
     "TieredStates",

@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.comm_thread import CommThread
 from gossamer.ops.norm import row_norms
 from gossamer.optimizer import Optimizer
 from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
-from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
+from gossamer.sharding._row_partition import RowRange
+from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout, first_states
 from gossamer.sharding._tier_limits import TierLimits
+from gossamer.sharding._tier_shares import TierShares, compacted
 from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
-from gossamer.spec.errors import RunFailed
-from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, not_in_use, page_buffer
+from gossamer.spec.errors import CheckpointMismatch, RunFailed
+from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, not_in_use, page_buffer, paged
 
 _FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
@@ -48,7 +51,9 @@ class TieredStates:
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
+    shares: TierShares | None  # where each rank has some parameters
     order: tuple[int, ...]  # of the trained groups, as backward fills them: in it ranks average their gradients
+    largest_bytes: int = 0  # of the files of all ranks, where there are several
     is_closed: bool = False
     is_kept: bool = False  # whether `close` leaves the file
     has_moved: bool = False  # whether a step of this run is in the file
@@ -71,9 +76,12 @@ class TieredStates:
         updater_of: Callable[[TierFile], GroupUpdater],
         is_hidden: bool,
         tiled: Sequence[TiledWeight] = (),
+        shares: TierShares | None = None,
+        pump: CommThread | None = None,
     ) -> TieredStates:
         """Write the parameters of `module` and the first states to a file, and take them out of memory.
 
+        `shares`: which of them this rank has, as the layout knows; `pump` then brings the weights of others.
         `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
         """
         path = tier_path(folder, rank)
@@ -97,14 +105,25 @@ class TieredStates:
             TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
             params = dict(module.named_parameters())
             for group in layout.groups:
-                _write_first(group, params, rule, file)
-            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
+                _write_first(group, params, rule, file, shares)
+            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled, shares, pump)
             undo.callback(parameters.close)
             updater = updater_of(file)
             undo.callback(updater.close)
             order = closing_order(walk, [group.names for group in layout.trained])
             found = TieredStates(
-                layout, limits, file, journal, parameters, updater, is_hidden, records, rate, order, _of_name=of_name
+                layout=layout,
+                limits=limits,
+                file=file,
+                journal=journal,
+                parameters=parameters,
+                updater=updater,
+                is_hidden=is_hidden,
+                records=records,
+                rate=rate,
+                shares=shares,
+                order=order,
+                _of_name=of_name,
             )
             found.settle(0)
             undo.pop_all()
@@ -152,6 +171,8 @@ class TieredStates:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
         norms = row_norms(mean, self.layout.norm_dtype)
+        if self.shares is not None:
+            mean = compacted(mean, self.shares.deal.part(layout, self.shares.rank))
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None
@@ -166,6 +187,10 @@ class TieredStates:
         for index in self._idle:
             self._submit(index, None, terms)
 
+    def rows(self, name: str, shape: Sequence[int]) -> RowRange:
+        """Return the rows of a parameter that this rank has: all, or none of one that another rank has."""
+        return RowRange(0, shape[0] if shape else 1) if self.shares is None else self.shares.rows(name, shape)
+
     def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
         idle = self._idle[index]
         if idle >= set(self.layout.groups[index].names):  # nothing of it moves
@@ -178,10 +203,11 @@ class TieredStates:
         """Make the step count: wait for its updates, make them durable, and switch the journal to them."""
         began = time.perf_counter()
         self.progress.wait()
-        for index in self.progress.written:
+        moved = sorted(self.progress.written)
+        for index in moved:
             self.records[index] = 1 - self.records[index]
         self.progress.written.clear()
-        self.settle(updates)
+        self.settle(updates, moved)
         self.has_moved = True
         self.waited_s += time.perf_counter() - began
         self.parameters.release()
@@ -192,10 +218,13 @@ class TieredStates:
         self.progress.written.clear()
         self.parameters.release()
 
-    def settle(self, updates: int) -> None:
-        """Make what counts durable, and write the journal: the state after so many updates."""
+    def settle(self, updates: int, moved: Sequence[int] = ()) -> None:
+        """Make what counts durable, and write the journal: the state after so many updates.
+
+        `moved`: the groups whose other record is the state before the last of them.
+        """
         self.file.settle()
-        self.journal.write({"updates": updates, "records": self.records})
+        self.journal.write({"updates": updates, "records": self.records, "moved": list(moved)})
 
     def mapped(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, slot, tensor) of all that counts; its memory is the file's, read when it is touched."""
@@ -215,8 +244,25 @@ class TieredStates:
     def leave(self) -> None:
         """Back the module's parameters by the file, and let the file go with them."""
         self.progress.wait()
-        self.parameters.leave(self.weights())
+        self.parameters.leave(self.weights() if self.shares is None else self._whole_weights())
         self.close()
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """Return the weights of all ranks, mapped from a file of their own that goes with them."""
+        params = dict(self.parameters.module.named_parameters())
+        starts, size = {}, 0
+        for name, one in params.items():
+            starts[name] = size
+            size += paged(one.nbytes)
+        path = self.file.path.with_suffix(".weights")
+        file = TierFile.create(path, size)
+        try:
+            for name, pages in self.parameters.gathered():
+                file.write(starts[name], pages)
+            return {name: file.mapped(starts[name], tuple(p.shape), p.dtype) for name, p in params.items()}
+        finally:
+            path.unlink()
+            file.close()
 
     def keep(self) -> str:
         """Let the file stay at `close`, as that of a killed run does: this one has failed. Return a remark on it.
@@ -258,19 +304,28 @@ def remove_left_over(folder: Path, ranks: int) -> None:
                     _remove(path)
 
 
-def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], Tensor]]:
+def read_tiers(folder: Path, rank: int = 0, updates: int = -1) -> tuple[int, dict[tuple[str, str], Tensor]]:
     """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
 
-    The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no state.
+    `rank`: whose file; with shard_group all it has some of the parameters, and empty tensors of the others. `updates`:
+    after as many, if that is the last update or the one before it, by which one rank may be ahead of another that was
+    killed. The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no
+    such state.
     """
     path = tier_path(folder, rank)
     said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
-    found = {}
-    for group, record in zip(groups, said["records"], strict=True):
+    found, records, last = {}, list(said["records"]), said["updates"]
+    if updates == last - 1 and updates >= 0 and said["moved"]:
+        last = updates
+        for index in said["moved"]:
+            records[index] = 1 - records[index]
+    if updates not in (-1, last):
+        raise CheckpointMismatch(f"{path}: wanted the state after {updates} updates, it holds the one after {last}")
+    for group, record in zip(groups, records, strict=True):
         for name, slot, shape, dtype, start in group["tensors"]:
             at, kind = group["starts"][record] + start, getattr(torch, dtype)
             found[name, slot] = mapped_tensor(path, at, tuple(shape), kind)
-    return said["updates"], found
+    return last, found
 
 
 def _layout_file(path: Path) -> Path:
@@ -289,16 +344,17 @@ def _told(group: TierGroup) -> dict[str, Any]:
     return {"starts": list(group.starts), "tensors": tensors}
 
 
-def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile) -> None:
+def _write_first(
+    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares | None
+) -> None:
     """Write the first record of a group, some tensors at a time."""
-    given = {name: params[name].detach() for name in group.names}
     for name in group.names:
-        states = rule.init({name: given[name]})[name] if not group.is_frozen else {}
+        given = params[name].detach()
+        states = {} if group.is_frozen else first_states(rule, {name: given}, shares).get(name, {})
+        own = given if shares is None else shares.own(name, given)
         for one in group.tensors:
             if one.name == name and one.nbytes:
-                _write_tensor(
-                    file, group.starts[0] + one.start, given[name] if one.slot == WEIGHT else states[one.slot]
-                )
+                _write_tensor(file, group.starts[0] + one.start, own if one.slot == WEIGHT else states[one.slot])
 
 
 def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
@@ -330,7 +386,7 @@ def smallest_host(
     open from the start on, and with several micro-batches all are, until the last of them. Several ranks need no more:
     they average buckets in the order in which they are filled (`closing_order`).
     """
-    sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
+    sizes = {frozenset(group.names): group.open_bytes for group in layout.trained}
     if microbatches > 1:
         return layout.window_bytes + sum(sizes.values())
     left = [set(names) for names in gradients]

@@ -50,6 +50,7 @@ class Tiers(Sharding):
     file: str | int
     directory: str
     update: Literal["threads", "process"] = "threads"
+    shard_group: Literal["none", "all"] = "none"
 
     def __post_init__(self) -> None:
         _ = self.limits
@@ -67,7 +68,15 @@ class Tiers(Sharding):
 
     @property
     def is_sharded(self) -> bool:
-        return False
+        return self.shard_group == "all"
+
+    @property
+    def takes_parameters(self) -> bool:
+        return self.is_sharded
+
+    @property
+    def by_parameter(self) -> bool:
+        return self.is_sharded
 
     @property
     def gives_back(self) -> bool:
@@ -78,7 +87,7 @@ class Tiers(Sharding):
         return True
 
     def path(self, levels: ProcessGroups) -> tuple[str, ...]:
-        return ()
+        return ("all",) if self.is_sharded else ()
 
     def exchange(self, given: Exchange, path: Sequence[str]) -> Exchange:
         return given

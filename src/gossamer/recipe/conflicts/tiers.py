@@ -5,6 +5,7 @@ from __future__ import annotations
 from gossamer.exchange.dense import Dense
 from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
+from gossamer.saver.tiling import Tiling
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 
@@ -45,6 +46,13 @@ _OTHERS = (
         lambda r: f"train.optimizer {told(r.config.train.optimizer)}",
     ),
     ADVERSARIAL,
+    Beside(
+        "plan.sharding.tiers.shard_group none",
+        lambda r: r.sharding.is_sharded and any(isinstance(one, Tiling) for one in r.methods.savers),
+        lambda r: (
+            f"plan.savers {told(r.plan.savers)}, whose tiles each rank reads from its own file, and shard_group all"
+        ),
+    ),
 )
 
 
