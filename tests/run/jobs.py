@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import random
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -667,6 +669,34 @@ def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
     pump.close()
     pump.channel.close()
     return list(found)
+
+
+def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> dict[str, Any]:
+    """As `train`, in buckets of 200 kB. With `killed_at` rank 1 dies in that step, as its tiers take the third mean."""
+    from unittest.mock import patch
+
+    from gossamer.plan import data_parallel
+    from gossamer.sharding import TieredStates
+
+    begun, taken, begin, take = [0], [0], TieredStates.begin, TieredStates.take
+
+    def counting(self: TieredStates, terms: Any) -> None:
+        begun[0] += 1
+        taken[0] = 0
+        begin(self, terms)
+
+    def dying(self: TieredStates, *means: Any) -> Any:
+        taken[0] += 1
+        if seat.rank == 1 and begun[0] == killed_at and taken[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self, *means)
+
+    with (
+        patch.object(data_parallel, "BUCKET_BYTES", 200_000),
+        patch.object(TieredStates, "begin", counting),
+        patch.object(TieredStates, "take", dying),
+    ):
+        return train(seat, **given)
 
 
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:

@@ -207,8 +207,8 @@ def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
         what = "all states" if tiers.shares is None else "the states of some parameters"
         yield (
             "info",
-            f"tiers: each of the {ranks} ranks has {what} in a file of its own, of {show_bytes(tiers.largest_bytes)} at "
-            "most; those that share a disk share its space and its rate",
+            f"tiers: each of the {ranks} ranks has {what} in a file of its own, the largest of "
+            f"{show_bytes(tiers.largest_bytes)}; those that share a disk share its space and its rate",
         )
     if not tiers.is_hidden:
         yield (
