@@ -174,6 +174,11 @@ class ShardedOptimizer:
         if self.tiers is not None:
             self.tiers.parameters.release()
 
+    def finish(self) -> None:
+        """Say that this rank runs no more units before ranks meet; all ranks call it. Raises RunFailed."""
+        if self.tiers is not None:
+            self.tiers.parameters.finish()
+
     def leave(self) -> None:
         """Unshard all sharded parameters for good; all ranks must call it."""
         if self.shards is not None:

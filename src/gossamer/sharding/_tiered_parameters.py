@@ -180,8 +180,8 @@ class TieredParameters:
             unit.is_there = True
         return True
 
-    def finish_backward(self) -> None:
-        """Say that this rank gathers no more weights in the step; raises RunFailed where others do. All ranks call it.
+    def finish(self) -> None:
+        """Say that this rank runs no more units before ranks meet; raises RunFailed where others do. All ranks call it.
 
         Without it a rank that waits for weights, and one that waits for gradients, would wait for each other.
         """

@@ -61,6 +61,8 @@ class TieredStates:
     _of_name: dict[str, int] = field(default_factory=dict)
     _idle: dict[int, frozenset[str]] = field(default_factory=dict)  # of this step, by group
     _terms: UpdateTerms | None = None
+    _updates: int = 0
+    _has_before: bool = False  # whether the journal knows the state before the last update
 
     @staticmethod
     def of(
@@ -197,6 +199,9 @@ class TieredStates:
             if gradient is not None:
                 self.updater.drop(index, gradient)
             return
+        if self._has_before:  # from now on the records before are overwritten
+            self._has_before = False
+            self.journal.write({"updates": self._updates, "records": self.records, "moved": []})
         self.updater.submit(index, self.records[index], gradient, idle, terms)
 
     def commit(self, updates: int) -> None:
@@ -221,10 +226,14 @@ class TieredStates:
     def settle(self, updates: int, moved: Sequence[int] = ()) -> None:
         """Make what counts durable, and write the journal: the state after so many updates.
 
-        `moved`: the groups whose other record is the state before the last of them.
+        `moved`: the groups whose other record is the state before the last update. Where ranks divide the states they
+        are kept until the next update begins: no rank begins one before all have settled this.
         """
         self.file.settle()
-        self.journal.write({"updates": updates, "records": self.records, "moved": list(moved)})
+        self._updates, self._has_before = updates, self.shares is not None and bool(moved)
+        self.journal.write(
+            {"updates": updates, "records": self.records, "moved": list(moved) if self._has_before else []}
+        )
 
     def mapped(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, slot, tensor) of all that counts; its memory is the file's, read when it is touched."""
@@ -308,7 +317,7 @@ def read_tiers(folder: Path, rank: int = 0, updates: int = -1) -> tuple[int, dic
     """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
 
     `rank`: whose file; with shard_group all it has some of the parameters, and empty tensors of the others. `updates`:
-    after as many, if that is the last update or the one before it, by which one rank may be ahead of another that was
+    after as many: the last, or with shard_group all the one before it, by which a rank may be ahead of one that was
     killed. The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no
     such state.
     """

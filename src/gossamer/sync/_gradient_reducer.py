@@ -239,7 +239,7 @@ class GradientReducer:
     def reduce(self) -> None:
         """Send the remaining buckets (unused parameters fill none), wait for all means, write them to the gradients."""
         if self._tiers is not None:
-            self._tiers.parameters.finish_backward()
+            self._tiers.parameters.finish()
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(index)

@@ -49,9 +49,7 @@ _OTHERS = (
     Beside(
         "plan.sharding.tiers.shard_group none",
         lambda r: r.sharding.is_sharded and any(isinstance(one, Tiling) for one in r.methods.savers),
-        lambda r: (
-            f"plan.savers {told(r.plan.savers)}, whose tiles each rank reads from its own file, and shard_group all"
-        ),
+        lambda r: "shard_group all beside the saver tiling, which reads tiles from a rank's own file",
     ),
 )
 
