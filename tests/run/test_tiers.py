@@ -236,6 +236,27 @@ def test_the_smallest_limits_of_several_ranks_work(
     same(saved(tmp_path / "a"), saved(tmp_path / "b"))
 
 
+def test_ranks_that_run_other_units_than_others_all_say_so(pool: Pool, tmp_path: Path) -> None:
+    """At once, and not when one has waited for the other: what some rows alone need is not divided."""
+    asked = sections(tmp_path, clip=0.0, tiers=DIVIDED)
+    told = pool.attempt("run.jobs:train", 3, folder=str(tmp_path), sections=asked, steps=5, kind="branches")
+    assert [one["kind"] for one in told] == ["RunFailed"] * 3
+    for one in told:
+        assert "rank 0 is at head, rank 1 is at even, rank 2 is at head" in one["error"]
+        assert "shard_group to none" in one["error"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_8bit", "coat", "muon", "lamb", {"from_class": {"path": "torch.optim:Adam"}}]
+)
+def test_several_ranks_hold_the_states_of_every_optimizer(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], optimizer: Any
+) -> None:
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, kind="wide", tiers=keys, train={"optimizer": optimizer})
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals as on Linux")
 @pytest.mark.parametrize("keys", [{}, DIVIDED])
 def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
@@ -270,5 +291,5 @@ def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
 @pytest.mark.parametrize("keys", [{}, DIVIDED])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_several_ranks_with_update_processes(pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float) -> None:
-    beside_plain(pool, tmp_path, 2, clip=clip, steps=4, kind="branches", tiers={**keys, "update": "process"})
+    beside_plain(pool, tmp_path, 2, clip=clip, steps=4, kind="habits", tiers={**keys, "update": "process"})
     beside_plain(pool, tmp_path / "2", 2, clip=clip, steps=4, kind="gpt2", tiers={**keys, "update": "process"})
