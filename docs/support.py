@@ -17,6 +17,7 @@ from gossamer.spec.errors import BadInput
 
 RANKS = 4
 PAIRS, SINGLES = [[0, 1], [2, 3]], [[0], [1], [2], [3]]
+_TIERS = {**dict.fromkeys(("device", "host", "file"), "1GiB"), "directory": "/data/states"}
 Sections = Mapping[str, Any]
 
 
@@ -47,6 +48,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("ZeRO 2", _plan(sharding="zero2")),
     Feature("ZeRO 3", _plan(sharding="zero3")),
     Feature("SDP4Bit", _plan(sharding="sdp4bit")),
+    Feature("states in tiers", _plan(sharding={"tiers": _TIERS})),
+    Feature("states in tiers, divided", _plan(sharding={"tiers": {**_TIERS, "shard_group": "all"}})),
     Feature("int8 all-reduce", _feedback(two_shot={"codec": "int8"})),
     Feature("top-k", _feedback(topk={"fraction": 0.05})),
     Feature("PowerSGD", _feedback(powersgd={"rank": 2})),

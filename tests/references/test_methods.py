@@ -71,6 +71,7 @@ ADAM = {"adamw": {"lr": 0.01}}
 TIERS = {
     "tiers": {**dict.fromkeys(("device", "host", "file"), "64MB"), "directory": f"{gettempdir()}/tiers-{os.getpid()}"}
 }
+DIVIDED = {"tiers": {**TIERS["tiers"], "shard_group": "all"}}
 WHOLE = {"zero1": {"whole": True}}
 MUON = {"muon": {"lr": 0.02, "rest": {"adamw": {"lr": 0.01}}}}
 ALONE = ((0,), (1,))
@@ -194,6 +195,12 @@ TABLE: dict[str, Row] = {
     ),
     "zero1 in two hops": Row(rule=ADAM, to=every_step(), plan={"sharding": "zero1"}, islands=PAIRS, rows=(3, 2, 1, 2)),
     "tiers": Row(rule=ADAM, to=every_step(), plan={"sharding": TIERS}, rows=(8,)),
+    "tiers on several ranks": Row(
+        rule=ADAM, to=every_step(), plan={"sharding": TIERS}, rows=(3, 2, 1, 2), frozen=("layers.1",)
+    ),
+    "tiers, divided": Row(
+        rule=ADAM, to=every_step(), plan={"sharding": DIVIDED}, rows=(3, 2, 1, 2), frozen=("layers.1",)
+    ),
     "tiers, frozen": Row(rule=ADAM, to=every_step(), plan={"sharding": TIERS}, rows=(8,), frozen=("layers.1",)),
     "zero3, weights on islands": Row(
         rule=ADAM, to=every_step(), plan={"sharding": {"zero3": {"weights_group": "island"}}}, islands=PAIRS,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import random
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -464,7 +466,7 @@ class Averaging(nn.Module):
 
 
 class Labelled(nn.Module):
-    """A model of transformers whose loss counts the first label of a sequence too."""
+    """A model of transformers, some of whose losses count the first label of a sequence too."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -475,6 +477,13 @@ class Labelled(nn.Module):
             shape = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
             config = transformers.T5Config(vocab_size=16, dropout_rate=0.0, decoder_start_token_id=0, **shape)
             self.inner = transformers.T5ForConditionalGeneration(config)
+        elif kind == "gpt2":
+            shape = {"n_embd": 12, "n_layer": 3, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+            self.inner = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, **shape))
+        elif kind == "llama":
+            shape = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+            config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=16, **shape)
+            self.inner = transformers.LlamaForCausalLM(config)
         else:
             shape = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
             self.inner = transformers.BertForMaskedLM(transformers.BertConfig(**small, **shape))
@@ -532,6 +541,8 @@ def train(
         "averaging": Averaging,
         "t5": lambda: Labelled("t5"),
         "bert": lambda: Labelled("bert"),
+        "gpt2": lambda: Labelled("gpt2"),
+        "llama": lambda: Labelled("llama"),
         "masking": Masking,
         "counting": Counting,
         "telling": Telling,
@@ -659,6 +670,34 @@ def computing(seat: Seat, *, measured: list[list[float]]) -> list[str]:
     pump.close()
     pump.channel.close()
     return list(found)
+
+
+def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> dict[str, Any]:
+    """As `train`, in buckets of 200 kB. With `killed_at` rank 1 dies in that step, as its tiers take the third mean."""
+    from unittest.mock import patch
+
+    from gossamer.plan import data_parallel
+    from gossamer.sharding import TieredStates
+
+    begun, taken, begin, take = [0], [0], TieredStates.begin, TieredStates.take
+
+    def counting(self: TieredStates, terms: Any) -> None:
+        begun[0] += 1
+        taken[0] = 0
+        begin(self, terms)
+
+    def dying(self: TieredStates, *means: Any) -> Any:
+        taken[0] += 1
+        if seat.rank == 1 and begun[0] == killed_at and taken[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return take(self, *means)
+
+    with (
+        patch.object(data_parallel, "BUCKET_BYTES", 200_000),
+        patch.object(TieredStates, "begin", counting),
+        patch.object(TieredStates, "take", dying),
+    ):
+        return train(seat, **given)
 
 
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:

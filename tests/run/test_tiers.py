@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
+from gossamer.sharding import read_tiers
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
 from pool import Pool
 
@@ -115,3 +119,177 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
     same(saved(tmp_path / "a"), saved(tmp_path / "b"))
     losses = [[one["loss"] for one in records(tmp_path / side, "evaluation")] for side in "ab"]
     assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 1e-2)
+
+
+DIVIDED = {"shard_group": "all"}
+
+
+def beside_plain(
+    pool: Pool, folder: Path, ranks: int, *, clip: float, train: dict[str, Any] | None = None, **given: Any
+) -> None:
+    """Losses, norms, weights, states and rejected steps are those of plain training on as many ranks."""
+    plan, more, keys = given.pop("plan", {}), dict(train or {}), given.pop("tiers", {})
+    tiered = sections(folder, clip=clip, tiers=keys, **more)
+    tiered["plan"] |= plan
+    plain = {"train": {"max_grad_norm": clip, **more}, "plan": {"exchange": "dense", **plan}}
+    ours, others = (
+        pool.run("run.jobs:train", ranks, folder=str(folder / side), sections=asked, **given)
+        for side, asked in (("a", tiered), ("b", plain))
+    )
+    assert {one["digest"] for one in ours} == {one["digest"] for one in others}
+    assert {one["ended"] for one in ours} == {""}
+    for kind, fields in (("step", ("loss", "grad_norm")), ("evaluation", ("loss",))):
+        one, other = ([[got[name] for name in fields] for got in records(folder / side, kind)] for side in "ab")
+        assert one == other
+    said = [[one["message"] for one in records(folder / side, "event")] for side in "ab"]
+    rejected = [[one for one in each if "no parameter moved" in one] for each in said]
+    assert rejected[0] == rejected[1] and bool(rejected[0]) == ("bad" in given)
+    same(saved(folder / "a"), saved(folder / "b"))
+    assert list((folder / "tiers").iterdir()) == []
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "thin"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_divide_states_are_plain_training_on_as_many(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
+) -> None:
+    """Parameters too of fewer rows than there are ranks."""
+    beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=4, tiers=DIVIDED)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "gpt2"), (3, "llama"), (3, "branches"), (2, "sometimes")])
+def test_several_ranks_are_plain_training_on_as_many(
+    pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
+) -> None:
+    """Parameters too of which some ranks, or none, have a gradient; another order of the units in a later step."""
+    beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+def test_a_step_that_one_rank_spoils_is_rejected_on_all(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
+) -> None:
+    """Micro-batches, and evaluations between steps."""
+    train = {"batch": 8, "accumulate": 2, "evaluate_every": 2, "on_nonfinite": "skip"}
+    beside_plain(pool, tmp_path, 2, clip=clip, steps=5, bad=17, train=train, tiers=keys)
+
+
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+def test_ranks_with_unequal_shares(pool: Pool, tmp_path: Path, keys: dict[str, Any]) -> None:
+    train, plan = {"batch": 8, "accumulate": 2}, {"batch_fractions": [1, 3]}
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, train=train, plan=plan, tiers=keys)
+    plan = yaml.safe_load((tmp_path / "a" / "run" / "plan.yaml").read_text())
+    assert plan["rows"] == [2, 6] and plan["microbatches"] == [2, 2]
+
+
+def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
+    """With states on all ranks; where ranks divide them it is the most that a step may send."""
+    for name, keys in (("none", {}), ("all", DIVIDED)):
+        given = {"folder": str(tmp_path / name), "sections": sections(tmp_path / name, clip=0.0, tiers=keys)}
+        pool.run("run.jobs:train", 2, steps=2, kind="causal", **given)
+        forecast = yaml.safe_load((tmp_path / name / "run" / "plan.yaml").read_text())["forecast"]["wire_bytes"]
+        for step in records(tmp_path / name, "step"):
+            sent = step["wire_bytes"]["0>1"]
+            assert sent == forecast["0>1"] if not keys else forecast["0>1"] // 2 < sent <= forecast["0>1"]
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_without_tiers(pool: Pool, tmp_path: Path) -> None:
+    """With tiers as without: on 2 ranks, then 1, then 2."""
+    digests = []
+    plain = {"train": {"max_grad_norm": 0.0}, "plan": {"exchange": "dense"}}
+    tiered, divided = sections(tmp_path, clip=0.0), sections(tmp_path, clip=0.0, tiers=DIVIDED)
+    for name, asked in enumerate(
+        ((plain,) * 3, (tiered,) * 3, (divided, divided, divided), (tiered, plain, divided), (divided, tiered, plain))
+    ):
+        for number, (ranks, given) in enumerate(zip((2, 1, 2), asked, strict=True)):
+            until = {"until": 2 * (number + 1), "resume": number > 0, "fresh_plan": True}
+            found = pool.run(
+                "run.jobs:train", ranks, folder=str(tmp_path / f"{name}"), sections=given, steps=6, **until
+            )
+        digests.append({one["digest"] for one in found})
+    assert len(digests[0]) == 1 and all(one == digests[0] for one in digests)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+def test_the_smallest_limits_of_several_ranks_work(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
+) -> None:
+    """Each is named by the refusal of less, on all ranks alike."""
+    limits = {"device": "1", "host": "1", "file": "1", **keys}
+    given = {"steps": 3, "kind": "wide"}
+    for tier in ("device", "host", "file"):
+        asked = sections(tmp_path, clip=clip, tiers=limits)
+        told = pool.attempt("run.jobs:train_in_small_buckets", 2, folder=str(tmp_path / "no"), sections=asked, **given)
+        sizes = [re.search(rf"set {tier} to (\d+)", one["error"]) for one in told]
+        assert all(sizes), told
+        limits[tier] = max((one[1] for one in sizes if one is not None), key=int)
+    assert not (tmp_path / "tiers").exists()
+    asked = sections(tmp_path, clip=clip, tiers=limits)
+    ours = pool.run("run.jobs:train_in_small_buckets", 2, folder=str(tmp_path / "a"), sections=asked, **given)
+    asked = {"train": {"max_grad_norm": clip}, "plan": {"exchange": "dense"}}
+    plain = pool.run("run.jobs:train_in_small_buckets", 2, folder=str(tmp_path / "b"), sections=asked, **given)
+    assert {one["digest"] for one in ours} == {one["digest"] for one in plain}
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+
+
+def test_ranks_that_run_other_units_than_others_all_say_so(pool: Pool, tmp_path: Path) -> None:
+    """At once, and not when one has waited for the other: what some rows alone need is not divided."""
+    asked = sections(tmp_path, clip=0.0, tiers=DIVIDED)
+    told = pool.attempt("run.jobs:train", 3, folder=str(tmp_path), sections=asked, steps=5, kind="branches")
+    assert [one["kind"] for one in told] == ["RunFailed"] * 3
+    for one in told:
+        assert "rank 0 is at head, rank 1 is at even, rank 2 is at head" in one["error"]
+        assert "shard_group to none" in one["error"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw_8bit", "coat", "muon", "lamb", {"from_class": {"path": "torch.optim:Adam"}}]
+)
+def test_several_ranks_hold_the_states_of_every_optimizer(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], optimizer: Any
+) -> None:
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, kind="wide", tiers=keys, train={"optimizer": optimizer})
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals as on Linux")
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """In its third step, when means of some buckets are taken. The run goes on from its checkpoint."""
+    asked = sections(tmp_path, clip=0.0, tiers=keys, checkpoint_every=1, keep_checkpoints=9)
+    given = {"folder": str(tmp_path / "a"), "steps": 5, "kind": "wide"}
+    told = pool.attempt("run.jobs:train_in_small_buckets", 2, sections=asked, killed_at=3, **given)
+    assert told[1]["kind"] == "died" and told[0]["kind"] == "PeerLost"
+    plain = {
+        "train": {"max_grad_norm": 0.0, "checkpoint_every": 1, "keep_checkpoints": 9},
+        "plan": {"exchange": "dense"},
+    }
+    there = {**given, "folder": str(tmp_path / "b")}
+    whole = pool.run("run.jobs:train_in_small_buckets", 2, sections=plain, **there)
+    known, found = open_checkpoint(tmp_path / "b" / "run" / "checkpoints", 2), dict[str, int]()
+    for rank in (0, 1):
+        updates, left = read_tiers(tmp_path / "tiers", rank, updates=2)
+        assert updates == 2
+        for (name, slot), one in left.items():
+            if one.numel():
+                found[name] = found.get(name, 0) + (not slot)
+                assert torch.equal(one, known.read(f"optim/{slot}/{name}" if slot else f"model/{name}")), name
+    assert set(found.values()) == {1 if keys else 2} and len(found) == 13
+    ours = pool.run("run.jobs:train_in_small_buckets", 2, sections=asked, resume=True, **given)
+    assert ours[0]["digest"] == ours[1]["digest"] == whole[0]["digest"]
+    assert list((tmp_path / "tiers").iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_several_ranks_with_update_processes(pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float) -> None:
+    beside_plain(pool, tmp_path, 2, clip=clip, steps=4, kind="habits", tiers={**keys, "update": "process"})
+    beside_plain(pool, tmp_path / "2", 2, clip=clip, steps=4, kind="gpt2", tiers={**keys, "update": "process"})

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,31 @@ from torch.utils.data import Dataset
 
 import gossamer
 from gossamer import sharding
+from gossamer.comm.bucket import Layout
+from gossamer.comm.channel import Channel, Pending
+from gossamer.comm.channel.local import LocalChannel
 from gossamer.partition.plan_file import make_plan
-from gossamer.sharding import TieredStates, TierLayout, UpdateTerms, read_tiers
+from gossamer.run.tiers import _check_disks
+from gossamer.sharding import (
+    TieredStates,
+    TierLayout,
+    TierLimits,
+    UnshardOrder,
+    UpdateProgress,
+    UpdateTerms,
+    closing_order,
+    read_tiers,
+    remove_left_over,
+    tier_path,
+)
 from gossamer.sharding._tier_limits import TierAccount
+from gossamer.sharding._tier_shares import compacted
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, CheckpointMismatch
+from gossamer.spec.errors import BadInput, CheckpointMismatch, RunFailed
 from gossamer.spec.units import read_size
 from gossamer.store import tier_file
 from gossamer.store.checkpoint import open_checkpoint
-from gossamer.store.tier_file import PAGE, TierFile, TierJournal, file_system, is_far, page_buffer
+from gossamer.store.tier_file import PAGE, TierFile, TierJournal, disk_number, file_system, is_far, page_buffer
 
 WIDTH = 256
 
@@ -221,6 +238,8 @@ def check_state_after_two(folder: Path) -> None:
     assert len(left) == 3 * len(list(plain.parameters()))
     for (name, slot), one in left.items():
         assert torch.equal(one, known.read(f"optim/{slot}/{name}" if slot else f"model/{name}")), name
+    with pytest.raises(CheckpointMismatch, match="wanted the state after 1 updates, it holds the one after 2"):
+        read_tiers(folder / "tiers", updates=1)  # the third step may have written over it
 
 
 def test_a_run_that_fails_leaves_the_state_after_its_last_step(tmp_path: Path) -> None:
@@ -282,15 +301,17 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     beside: list[dict[str, Any]] = [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"sync": {"diloco": {}}}},
-        {"machines": {"processes": 2}},
         {"plan": {"mesh": {"pipe": 2}}},
         {"model": {"adapter": "lora"}},
         {"model": {"compile": True}},
+        {"plan": {"sharding": {"shard_group": "all"}, "savers": [{"tiling": {"linears": "*", "tiles": 2}}]}},
     ]
     for given in beside:
-        there = {"plan": {"sharding": {"tiers": {**limits, "directory": str(tmp_path)}}, **given.get("plan", {})}}
+        plan = dict(given.get("plan", {}))
+        more = plan.pop("sharding", {})
+        there = {"plan": {"sharding": {"tiers": {**limits, "directory": str(tmp_path), **more}}, **plan}}
         config = RunConfig.model_validate({**given, **there})
-        ranks = 2 if "machines" in given or "mesh" in given.get("plan", {}) else 1
+        ranks = 2 if "mesh" in given.get("plan", {}) else 1
         with pytest.raises(BadInput, match="tiers"):
             make_plan(config, Blocks(), ranks=ranks, device=torch.device("cpu"))
     with pytest.raises(BadInput, match="a size such as"):
@@ -321,6 +342,98 @@ def test_sizes(written: str | int, size: int) -> None:
 def test_sizes_that_are_none(written: str) -> None:
     with pytest.raises(BadInput, match="a size such as"):
         read_size(written)
+
+
+def closed_after(folder: Path, steps: int) -> None:
+    """A run of one rank with shard_group all, whose files stay as those of one that is killed after its last step."""
+    limits = {"device": "64MB", "host": "64MB", "file": "64MB", "shard_group": "all"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gossamer.sharding._tiered_states._remove", lambda path: None)
+        trained(folder, Blocks(), limits, steps=steps)
+
+
+def test_a_rank_that_is_one_update_ahead_has_the_state_before_it_too(tmp_path: Path) -> None:
+    closed_after(tmp_path, 3)
+    run = trained(tmp_path / "plain", Blocks(), None, steps=3, checkpoint_every=1, keep_checkpoints=9)
+    for wanted in (2, 3):
+        known = open_checkpoint(Path(run["directory"]) / "checkpoints", wanted)
+        updates, left = read_tiers(tmp_path / "tiers", updates=wanted)
+        assert updates == wanted and len(left) == 3 * 51
+        for (name, slot), one in left.items():
+            assert torch.equal(one, known.read(f"optim/{slot}/{name}" if slot else f"model/{name}")), name
+
+
+def test_what_more_ranks_have_left_is_removed_unless_it_is_in_use(tmp_path: Path) -> None:
+    for rank in range(4):
+        TierFile.create(tier_path(tmp_path, rank), PAGE).close()
+        TierJournal(tier_path(tmp_path, rank).with_suffix(".json")).write({})
+    used = TierFile.create(tier_path(tmp_path, 3), PAGE)
+    (tmp_path / "rank-7.tier").touch()  # somebody else's
+    remove_left_over(tmp_path, 2)
+    assert sorted(one.name for one in tmp_path.glob("*.tier")) == [
+        *(f"rank-0000{rank}.tier" for rank in (0, 1, 3)),
+        "rank-7.tier",
+    ]
+    assert len(list(tmp_path.glob("*.json"))) == 3
+    used.close()
+
+
+def test_buckets_are_averaged_in_the_order_in_which_backward_fills_them() -> None:
+    module = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("a", "b", "c")})
+    walk = UnshardOrder.of(module, ["a", "b", "c"], loose={"b.bias"})
+    buckets = [["b.bias"], ["a.weight", "c.weight"], ["b.weight"], ["c.bias"], ["a.bias"]]
+    assert closing_order(walk, buckets) == (3, 2, 1, 4, 0)
+
+
+def test_a_part_of_a_gradient_is_moved_to_its_start() -> None:
+    for part in (((0, 3), (5, 9)), ((2, 11),), ((1, 1), (3, 2), (6, 10)), (), ((0, 16),)):
+        flat = torch.arange(16.0)
+        wanted = torch.cat([flat[at : at + count] for at, count in part] or [flat[:0]])
+        assert torch.equal(compacted(flat, part), wanted)
+
+
+def rows_of_disks(rows: list[list[float]]) -> Channel:
+    """A channel over which ranks have said these rows."""
+
+    class Said(Pending):
+        def wait(self) -> tuple[Tensor, ...]:
+            return (torch.tensor(rows, dtype=torch.float64),)
+
+    channel = LocalChannel.world(len(rows))[1]
+    channel.start = lambda message: Said()  # type: ignore[method-assign]
+    return channel
+
+
+def test_files_of_ranks_that_share_a_disk_must_fit_it_together(tmp_path: Path) -> None:
+    """Each row: disk, size of the file, of the one that is there, and what is free."""
+    _check_disks(rows_of_disks([[5, 60, 0, 130], [5, 60, 0, 125], [6, 60, 0, 60]]), tmp_path, 60)
+    _check_disks(rows_of_disks([[5, 60, 40, 50], [5, 60, 30, 50]]), tmp_path, 60)
+    for rows, said in (
+        (
+            [[5, 60, 0, 110], [6, 60, 0, 60], [5, 60, 0, 119]],
+            r"120 B for .* of ranks 0, 2, which share a disk, got 110",
+        ),
+        ([[5, 60, 0, 60], [6, 60, 0, 59]], r"60 B for .* of rank 1, got 59 B free"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            _check_disks(rows_of_disks(rows), tmp_path, 60)
+    assert disk_number(tmp_path / "nothing" / "yet") == disk_number(tmp_path) < 2**48
+
+
+@pytest.mark.parametrize(("awaited", "said"), [("b.weight", r"set host to 20 or more. Full .* after that of b.weight")])
+def test_gradients_in_another_order_than_traced_are_told(
+    monkeypatch: pytest.MonkeyPatch, awaited: str, said: str
+) -> None:
+    """At once where nobody will give memory back, and not while a mean is under way."""
+    monkeypatch.setattr("gossamer.sharding._tiered_states._STUCK_S", 0.0)
+    limits = TierLimits.of(device=10, host=16, file=10)
+    limits.host.take(12)
+    states = TieredStates.__new__(TieredStates)
+    states.limits, states.updater = limits, SimpleNamespace(progress=UpdateProgress())  # type: ignore[assignment]
+    under_way = iter([None, None, None])
+    with pytest.raises(RunFailed, match=said):
+        states.open_gradient(Layout.of({"a": torch.empty(2)}), lambda: next(under_way, awaited))
+    assert next(under_way, "all") == "all"
 
 
 def test_a_file_in_use_and_a_damaged_journal(tmp_path: Path) -> None:

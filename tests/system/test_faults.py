@@ -6,18 +6,20 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from gossamer.sharding import read_tiers
 from gossamer.store.checkpoint import latest_good
 from system.command import Done, Place, ended, eventually, records
 
 
-def held(place: Place, *more: str) -> subprocess.Popen[str]:
+def held(place: Place, *more: str, plan: dict[str, Any] | None = None) -> subprocess.Popen[str]:
     """A run of two ranks that wait in the third or fourth step."""
     (place.folder / "hold").write_text("3")
     machines = {"processes": 2, "heartbeat_timeout_s": 1.0}
-    config = place.config(model={"factory": "watched:make"}, train={"steps": 40}, machines=machines)
+    config = place.config(model={"factory": "watched:make"}, train={"steps": 40}, machines=machines, plan=plan or {})
     process = place.start("train", config, *more, is_fresh=True)
     marks = [place.folder / f"held-{rank}" for rank in (0, 1)]
     eventually(lambda: all(mark.exists() for mark in marks) or process.poll() is not None, "both ranks are held")
@@ -55,6 +57,29 @@ def test_a_killed_rank_is_named_and_the_others_are_collateral(place: Place) -> N
     assert done.last()["exit"] == 3
     assert not place.living()
     assert latest_good(run / "checkpoints")[0].step == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("group", ["none", "all"])
+def test_a_killed_rank_with_states_in_tiers_is_named_and_the_run_goes_on_with_one(place: Place, group: str) -> None:
+    """Both files stay as they were after the last step, and the next run there has the directory."""
+    limits = dict.fromkeys(("device", "host", "file"), "64MB")
+    tiers = {"tiers": {**limits, "directory": str(place.folder / "states"), "shard_group": group}}
+    process = held(place, "--json", plan={"sharding": tiers})
+    os.kill(pid(place, 1), signal.SIGKILL)
+    go_on(place)
+    said = page(ended(process))
+    assert "first failing rank 1 on host" in said and "killed by SIGKILL" in said
+    assert not place.living()
+    states = place.folder / "states"
+    made = {read_tiers(states, rank)[0] for rank in (0, 1)}
+    assert max(made) - min(made) <= 1 and min(made) >= 2
+    for rank in (0, 1):
+        assert read_tiers(states, rank, updates=min(made))[0] == min(made)
+    (run,) = place.runs()
+    done = place.run("resume", str(run), "machines.processes=1", "train.steps=6")
+    assert done.code == 0, done.err
+    assert list(states.iterdir()) == []
 
 
 @pytest.mark.nightly

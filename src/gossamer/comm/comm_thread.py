@@ -95,6 +95,10 @@ class CommStep:
         """
         return self.futures[job].result()
 
+    def has_ended(self, job: int) -> bool:
+        """Return whether a job has ended. Raises as `result` does."""
+        return self.futures[job].done() and bool(self.futures[job].result())
+
     def drop(self) -> None:
         """Abandon the step: running methods are closed, no state has changed. Peers find this rank missing."""
         self.arrivals.put(None)

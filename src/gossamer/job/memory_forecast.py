@@ -199,6 +199,7 @@ class _Parts:
         tiers = sharding if isinstance(sharding, Tiers) else None
         limits = tiers.limits if tiers is not None else None
         if limits is not None:  # buffers are gradients and states on their way
+            kept = sum(p.nbytes for p in self.module.parameters())  # of which the ranks may have some each
             kept, trained, copies, owned = min(kept, limits.device.limit), 0, 0, min(limits.host.limit, 4 * kept)
         activations = self._activations(ghosts.get(replica), replica, place)
         growth = round(activations * self._unused(ghosts.get(replica)))
@@ -253,7 +254,7 @@ class _Parts:
 
     def _unsharded(self) -> int:
         """Return the bytes of the parameters that are gathered at one time: two units, and those outside of units."""
-        if not self.recipe.sharding.takes_parameters:
+        if not self.recipe.sharding.takes_parameters or self.recipe.sharding.is_tiered:
             return 0
         walk = UnshardOrder.of(self.module, self.planned.plan.units)
         always = sum(layout.nbytes for layout in walk.always.layouts)

@@ -84,4 +84,5 @@ class RankJob:
     @property
     def automatic(self) -> bool:
         """Return whether Gossamer chooses the gradient exchange, before the run and during it."""
-        return PlanMethods.asked(self.parts.config.plan).chooses_exchange and self.parts.cut is None
+        asked = PlanMethods.asked(self.parts.config.plan)
+        return asked.chooses_exchange and self.parts.cut is None and not asked.sharding.is_tiered

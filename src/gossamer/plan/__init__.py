@@ -17,8 +17,10 @@ from gossamer.plan._stage_traffic import Border, Staged, price_of_stages
 from gossamer.plan._traffic import (
     Shapes,
     gather_bytes,
+    mark_bytes,
     probe_bytes,
     round_bytes,
+    share_bytes,
     state_buckets,
     state_bytes,
     step_bytes,
@@ -66,11 +68,16 @@ def price_of(methods: PlanMethods, shapes: Shapes, levels: ProcessGroups, *, wal
     sharding, deal = methods.sharding, methods.sharding.deal(levels)
     buckets = state_buckets(methods, shapes, deal)
     links = Counter(step_bytes(buckets, levels))
-    if sharding.takes_parameters:
+    if sharding.takes_parameters and sharding.is_tiered:
+        assert walk is not None, "the gathers of a step follow from what runs one after the other"
+        links.update(share_bytes(walk, deal.of_parameters, methods.plan.microbatches[0]))
+    elif sharding.takes_parameters:
         assert walk is not None, "the gathers of a step follow from what runs one after the other"
         links.update(walk_bytes(walk, deal.of_parameters, methods.plan.microbatches[0]))
     if sharding.is_sharded:
         links.update(gather_bytes(buckets, deal, sharding.differences))
+    if sharding.is_tiered:
+        links.update(mark_bytes(buckets, levels))
     return _cost(links, levels)
 
 

@@ -18,6 +18,7 @@ from gossamer.sharding import (
     ElementBytes,
     RowPartition,
     Sharding,
+    TierShares,
     UnshardOrder,
     bytes_of,
     gather_traffic,
@@ -63,6 +64,16 @@ def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -
                 yield one if seen is levels else replace(one, level=meets)
 
     return by_link(levels, sent)
+
+
+def share_bytes(walk: UnshardOrder, deal: RowPartition, microbatches: int) -> dict[str, int]:
+    """Return at most the payload bytes per link of a step's all-gathers of weights in tiers."""
+    return by_link(deal.levels, lambda rank: TierShares(deal, rank).traffic(walk, microbatches))
+
+
+def mark_bytes(buckets: Buckets, levels: ProcessGroups) -> dict[str, int]:
+    """Return the payload bytes per link of what goes with the gradients of states in tiers: who has any."""
+    return by_link(levels, lambda rank: (Traffic(Collective.SUM, len(layout.entries), 4) for layout, _ in buckets))
 
 
 def gather_bytes(buckets: Buckets, deal: RowPartition, differences: Codec | None) -> dict[str, int]:

@@ -24,10 +24,12 @@ from gossamer.recipe import EVERY_STEP, PlanMethods, Recipe
 from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
 from gossamer.recipe.rank_layout import MICROBATCH_TOKENS, RankLayout
 from gossamer.sharding import Sharding
+from gossamer.sharding.tiers import Tiers
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
+from gossamer.spec.units import show_bytes
 from gossamer.sync import OuterLoopConfig
 
 # Of sharded states. With buckets of 1 MiB, a step at 100 Mbit/s takes 1.23 times as long as with these (zero1).
@@ -87,6 +89,7 @@ def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Writt
     against = {
         "a model in stages": mesh.in_stages,
         "sharded states": asked.sharding.is_sharded,
+        "states in tiers": asked.sharding.is_tiered,
         "plan.adapt": config.plan.adapts,
         "verification": config.train.verify.every > 0,
     }
@@ -103,6 +106,8 @@ def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:
         return ALL_REDUCE, "no gradient is exchanged"
     if asked.sync.loop is not None:
         return ALL_REDUCE, "all-reduce of the gradients inside an island; plan.sync says what islands exchange"
+    if asked.sharding.is_tiered:
+        return ALL_REDUCE, "all-reduce: a mean goes to the tiers as it is, and auto chooses no other exchange for them"
     if mesh.in_stages:
         return ALL_REDUCE, "all-reduce: auto does not choose a compressed exchange for a model in stages"
     return AUTO, "chosen before step 1, as the links are"
@@ -118,6 +123,14 @@ def _reasons(found: Recipe, request: Request) -> dict[str, str]:
     told = "" if work is None else work.told(max(plan.rows) * found.config.data.sequence)
     if remarks := "; ".join(filter(None, (found.optimizer.remark, told))):
         notes["optimizer"] = remarks
+    if isinstance(found.sharding, Tiers) and plan.ranks > 1:
+        limit, what = found.sharding.limits.file.limit, "some" if found.sharding.is_sharded else "all"
+        notes["sharding"] = (
+            f"tiers: {plan.ranks} files, each with the states of {what} parameters, of at most {show_bytes(limit)}: "
+            f"{show_bytes(plan.ranks * limit)} where one disk has all"
+        )
+        if found.sharding.is_sharded:
+            notes["sharding"] += "; bytes between ranks are those of a step that keeps no weight until backward"
     if found.config.train.adversarial.epsilon:
         ahead = found.config.train.adversarial.ahead
         passes = "two passes a step, beside one in a companion process," if ahead else "three passes a step,"

@@ -200,7 +200,10 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     sharding.check(given.levels)
     deal = sharding.deal(given.levels)
     exchange = given.recipe.methods.exchanges(params, deal)
-    tiers = tiers_of(parts, rule, exchange, given.rank, given.engine.tiled) if sharding.is_tiered else None
+    tiers = None
+    if sharding.is_tiered:
+        assert given.around.beside is not None, "weights are gathered beside the messages of steps"
+        tiers = tiers_of(parts, rule, exchange, given.around.beside, given.engine.tiled)
     shards = None
     if parts.walk is not None and tiers is None:
         shards = _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
@@ -221,7 +224,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         bucket_bytes=parts.plan.bucket_bytes,
         buckets=parts.plan.buckets,
         turns=parts.plan.turns,
-        holdings=states.holdings,
+        holdings={} if tiers is not None else states.holdings,  # which divide the mean themselves, if anybody
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,

@@ -78,7 +78,9 @@ class Evaluator:
         self.stages.engine.module.eval()
         # With sharded parameters all ranks run equally many forwards; those beyond a rank's share count nothing.
         idle = max(map(len, slices)) - len(slices[replica]) if self.shards_parameters else 0
-        sums = self.replica.gather(self._evaluated(one.batches, slices[replica], idle, step)).sum(0).tolist()
+        mine = self._evaluated(one.batches, slices[replica], idle, step)
+        self.point.states.finish()
+        sums = self.replica.gather(mine).sum(0).tolist()
         loss = sums[0] / sums[1] if sums[1] else math.nan
         metrics = {
             metric: total / count if count else math.nan

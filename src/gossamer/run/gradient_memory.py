@@ -53,13 +53,20 @@ class GradientMemory:
         return GradientMemory(descriptor, layout, starts, pages, torch.frombuffer(pages, dtype=torch.uint8))
 
     def gradient(self, index: int) -> Tensor:
-        """Return the gradient of a group, (numel,)."""
-        group, start = self.layout.groups[index], self.starts[index]
-        return self._bytes[start : start + group.gradient_bytes].view(group.dtype)
+        """Return the whole gradient of a group, (numel,)."""
+        return self._part(index, self.layout.groups[index].open_bytes)
+
+    def own(self, index: int) -> Tensor:
+        """Return the gradient of the parameters that are updated, (numel,): the start of the whole one's memory."""
+        return self._part(index, self.layout.groups[index].gradient_bytes)
+
+    def _part(self, index: int, count: int) -> Tensor:
+        start = self.starts[index]
+        return self._bytes[start : start + count].view(self.layout.groups[index].dtype)
 
     def free(self, index: int) -> None:
         """Give the pages of a gradient back."""
-        if size := paged(self.layout.groups[index].gradient_bytes):
+        if size := paged(self.layout.groups[index].open_bytes):
             self._pages.madvise(_REMOVE, self.starts[index], size)
 
     def close(self) -> None:
@@ -71,5 +78,5 @@ def _starts(layout: TierLayout) -> tuple[int, ...]:
     """Return where each group's gradient begins, in bytes, and where the last one ends."""
     starts = [0]
     for group in layout.groups:
-        starts.append(starts[-1] + paged(group.gradient_bytes))
+        starts.append(starts[-1] + paged(group.open_bytes))
     return (*starts[:-1], max(starts[-1], paged(1)))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from gossamer.comm.channel import Channel, gathered
+from gossamer.comm.comm_thread import CommThread
+from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.optimizer import Optimizer
 from gossamer.run.checkpoint import trainable
@@ -13,21 +17,26 @@ from gossamer.run.step_algorithm import Gradients, ReplayedSteps, StepAlgorithm,
 from gossamer.run.task import Task
 from gossamer.run.update_process import UpdateProcess
 from gossamer.sharding import (
+    LEVEL,
     GroupUpdater,
     HostListener,
     ShardedOptimizer,
     TieredStates,
     TierLayout,
+    TierShares,
     TierUpdater,
     TiledWeight,
     UpdateTerms,
+    remove_left_over,
     smallest_device,
     smallest_host,
+    tier_path,
 )
 from gossamer.sharding.tiers import Tiers
 from gossamer.spec.errors import bad_input
+from gossamer.spec.odd_one_out import ranked
 from gossamer.spec.units import show_bytes, show_seconds
-from gossamer.store.tier_file import TierFile, file_system, free_bytes, is_far
+from gossamer.store.tier_file import TierFile, disk_number, file_system, free_bytes, is_far
 from gossamer.sync import StepAgreement, StepVote, buckets_of
 
 _WINDOWS = 3  # one is read, one updated, one written
@@ -81,11 +90,18 @@ class TieredStep(StepAlgorithm):
 
 
 def tiers_of(
-    parts: Parts, rule: Optimizer, exchange: Mapping[str, Exchange], rank: int, tiled: Sequence[TiledWeight] = ()
+    parts: Parts,
+    rule: Optimizer,
+    exchange: Mapping[str, Exchange],
+    pump: CommThread,
+    tiled: Sequence[TiledWeight] = (),
 ) -> TieredStates:
-    """Put the states of a rank into tiers. Raises BadInput, before anything is moved, for a limit that no step fits.
+    """Put the states of a rank into tiers; all ranks must call it, each has a file of its own.
+
+    `pump`: brings the weights that other ranks have, beside the messages of the steps.
 
     `tiled`: the weights of layers that run in tiles. Of those that nothing else reads, a tile is in memory at one time.
+    Raises BadInput, before anything is moved, for a limit that no step fits, or files that do not fit their disk.
     """
     sharding, walk, config = parts.recipe.sharding, parts.walk, parts.config
     assert isinstance(sharding, Tiers) and walk is not None
@@ -100,8 +116,13 @@ def tiers_of(
     cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
     names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
     is_hidden = not config.train.max_grad_norm
+    channel, shares = pump.channel, None
+    if sharding.is_sharded:
+        deal = sharding.deal(channel.levels).of_parameters
+        channel.widen(ProcessGroups({LEVEL: channel.levels.groups["all"]}))
+        shares = TierShares(deal, channel.rank)
     params = dict(parts.module.named_parameters())
-    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden)
+    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden, shares=shares)
     least_host = smallest_host(layout, walk, names, microbatches=max(parts.plan.microbatches))
     limits = sharding.limits
     tiled = [one for one in tiled if one.name in walk.tiled]
@@ -109,15 +130,9 @@ def tiers_of(
     _check("device", least, limits.device.limit, "the weights of the largest unit, and those outside")
     _check("host", least_host, limits.host.limit, "buffers, and the gradients that are open at once")
     _check("file", layout.size_bytes, limits.file.limit, "weights and optimizer states, twice, and gradients")
-    there = sharding.folder / f"rank-{rank:05d}.tier"
-    room = free_bytes(sharding.folder) + (there.stat().st_blocks * 512 if there.exists() else 0)
-    if layout.size_bytes > room:
-        raise bad_input(
-            wanted=f"{show_bytes(layout.size_bytes)} for the states of the model in {sharding.folder}",
-            got=f"{show_bytes(room)} free",
-            do="free space there, or give a directory on a larger disk",
-            key="plan.sharding.tiers.directory",
-        )
+    rank, ranks = channel.rank, len(channel.levels.everyone)
+    remove_left_over(sharding.folder, ranks)
+    _check_disks(channel, sharding.folder, layout.size_bytes)
     more = (limits.host.limit - least_host) // max(1, layout.window_bytes)
     windows = min(_WINDOWS, 1 + more)
 
@@ -128,7 +143,7 @@ def tiers_of(
         threads.start()
         return threads
 
-    return TieredStates.of(
+    found = TieredStates.of(
         rule,
         parts.module,
         walk,
@@ -140,22 +155,61 @@ def tiers_of(
         updater_of=updater_of,
         is_hidden=is_hidden,
         tiled=tiled,
+        shares=shares,
+        pump=pump,
     )
+    if ranks > 1:
+        everyone = gathered(channel, [found.rate, float(layout.size_bytes)])
+        found.rate = float(everyone[:, 0].min())  # all wait for the slowest in every step
+        found.largest_bytes = int(everyone[:, 1].max())
+    return found
+
+
+def _check_disks(channel: Channel, folder: Path, size_bytes: int) -> None:
+    """Raise BadInput, on all ranks alike, where the files of the ranks that share a disk do not fit it."""
+    there = tier_path(folder, channel.rank)
+    had = there.stat().st_blocks * 512 if there.exists() else 0
+    mine = [float(disk_number(folder)), float(size_bytes), float(had), float(free_bytes(folder))]
+    rows = [mine] if channel.levels.is_alone else gathered(channel, mine).tolist()
+    for disk in dict.fromkeys(row[0] for row in rows):
+        sharers = [rank for rank, row in enumerate(rows) if row[0] == disk]
+        wanted = int(sum(rows[rank][1] for rank in sharers))
+        room = int(min(rows[rank][3] for rank in sharers) + sum(rows[rank][2] for rank in sharers))
+        if wanted > room:
+            whose = f" of {ranked(sharers)}, which share a disk" if len(sharers) > 1 else ""
+            whose = whose or (f" of rank {sharers[0]}" if len(rows) > 1 else "")
+            raise bad_input(
+                wanted=f"{show_bytes(wanted)} for the states of the model in {folder}{whose}",
+                got=f"{show_bytes(room)} free",
+                do="free space there, or give a directory on a larger disk",
+                key="plan.sharding.tiers.directory",
+            )
 
 
 def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
     """Yield (level, message) of what is to be known before: bytes of a step, rate, what is not hidden."""
     sharding, times = parts.recipe.sharding, 2 * max(parts.plan.microbatches)
+    ranks = parts.plan.ranks
     assert isinstance(sharding, Tiers) and parts.walk is not None
     inside = {name for unit in parts.walk.units for name in unit.names}
     reads = {name: times if name in inside else 1 for group in tiers.layout.groups for name in group.names}
     read, written = tiers.layout.step_bytes(reads)
     way = "past the page cache (O_DIRECT)" if tiers.file.is_direct else "through the page cache, and dropped from it"
+    who, measured = "a step", "as measured"
+    if ranks > 1:
+        who, measured = "each rank and step", f"as measured on the slowest of {ranks} ranks, all of them at a time"
     yield (
         "info",
-        f"tiers: a step reads at most {show_bytes(read)} and writes {show_bytes(written)} {way}: at "
-        f"{show_bytes(tiers.rate)}/s, as measured, {show_seconds((read + written) / tiers.rate)}",
+        f"tiers: {who} reads at most {show_bytes(read)} and writes {show_bytes(written)} {way}: at "
+        f"{show_bytes(tiers.rate)}/s, {measured}, {show_seconds((read + written) / tiers.rate)}",
     )
+    if ranks > 1:
+        what = "all states" if tiers.shares is None else "the states of some parameters"
+        yield (
+            "info",
+            f"tiers: each of the {ranks} ranks has {what} in a file of its own, the largest of "
+            f"{show_bytes(tiers.largest_bytes)}; those that share a disk share its space and its rate",
+        )
     if not tiers.is_hidden:
         yield (
             "info",

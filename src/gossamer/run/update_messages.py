@@ -42,6 +42,7 @@ class GroupAt(Said):
     starts: list[int]
     gradient_start: int
     gradient_bytes: int
+    open_bytes: int
 
 
 class LayoutAt(Said):
@@ -62,6 +63,7 @@ class LayoutAt(Said):
                 starts=list(one.starts),
                 gradient_start=one.gradient_start,
                 gradient_bytes=one.gradient_bytes,
+                open_bytes=one.open_bytes,
             )
             for one in layout.groups
         ]
@@ -78,6 +80,7 @@ class LayoutAt(Said):
                 starts=tuple(one.starts),
                 gradient_start=one.gradient_start,
                 gradient_bytes=one.gradient_bytes,
+                open_bytes=one.open_bytes,
             )
             for one in self.groups
         )

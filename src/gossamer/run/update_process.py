@@ -119,7 +119,7 @@ class UpdateProcess(GroupUpdater):
         self._freed(index)
 
     def _freed(self, index: int) -> None:
-        self.host.give(self.layout.groups[index].gradient_bytes)
+        self.host.give(self.layout.groups[index].open_bytes)
 
     def _hear(self) -> None:
         """Count what the process has done, until it or the connection ends."""

@@ -48,10 +48,10 @@ def serve(channel: JsonChannel[Setup | Update | Keep]) -> None:
     listener.send(Ready())
     while (told := channel.receive()) is not None:
         if isinstance(told, Keep):
-            updater.keep(told.group, listener.memory.gradient(told.group))
+            updater.keep(told.group, listener.memory.own(told.group))
         elif isinstance(told, Update):
             names = layout.groups[told.group].names
-            gradient = listener.memory.gradient(told.group) if told.in_memory else None
+            gradient = listener.memory.own(told.group) if told.in_memory else None
             terms = UpdateTerms(told.lr_scale, told.step, told.scale, told.skipped)
             updater.submit(told.group, told.record, gradient, frozenset(names[i] for i in told.idle), terms)
     updater.close()

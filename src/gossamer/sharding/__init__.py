@@ -21,9 +21,17 @@ from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffi
 from gossamer.sharding._sharded_parameters import ShardedParameters
 from gossamer.sharding._tier_layout import TierGroup, TierLayout, TierTensor
 from gossamer.sharding._tier_limits import TierAccount, TierLimits
+from gossamer.sharding._tier_shares import TierShares
 from gossamer.sharding._tier_update import HostListener, TierUpdater, UpdateListener
 from gossamer.sharding._tiered_parameters import smallest_device
-from gossamer.sharding._tiered_states import TieredStates, read_tiers, smallest_host
+from gossamer.sharding._tiered_states import (
+    TieredStates,
+    closing_order,
+    read_tiers,
+    remove_left_over,
+    smallest_host,
+    tier_path,
+)
 from gossamer.sharding._tile_reader import largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
@@ -47,6 +55,7 @@ __all__ = [
     "TierGroup",
     "TierLayout",
     "TierLimits",
+    "TierShares",
     "TierTensor",
     "TierUpdater",
     "TieredStates",
@@ -57,16 +66,19 @@ __all__ = [
     "UpdateTerms",
     "build",
     "bytes_of",
+    "closing_order",
     "gather_traffic",
     "holdings",
     "largest_tile",
     "longest_message_numel",
     "names",
     "read_tiers",
+    "remove_left_over",
     "rows_of",
     "shapes_of",
     "smallest_device",
     "smallest_host",
+    "tier_path",
     "trace_access",
 ]
 

@@ -94,7 +94,7 @@ class GroupUpdater(ABC):
 
     @abstractmethod
     def gradient(self, index: int) -> Tensor:
-        """Return memory of zeros for the gradient of a group, (numel,), which was taken from the account before."""
+        """Return memory of zeros for the whole gradient of a group, (numel,), taken from the account before."""
 
     @abstractmethod
     def submit(
@@ -102,6 +102,7 @@ class GroupUpdater(ABC):
     ) -> None:
         """Update a group, whose `record` counts, by its gradient; None: the one in the file.
 
+        Where ranks divide the group, it is that of this rank's parameters, at the start of the memory from `gradient`.
         A gradient in memory is given back to the account when it is no longer read.
         """
 

@@ -87,6 +87,11 @@ class ShardedOptimizer:
         return self.is_sharded and not self.deal.is_first(self.rank)
 
     @property
+    def divides_parameters(self) -> bool:
+        """Return whether this rank keeps rows of the parameters that others have not."""
+        return self.shards is not None or (self.tiers is not None and self.tiers.shares is not None)
+
+    @property
     def has_spare_parameters(self) -> bool:
         """Return whether a rank before this one holds, and checkpoints, the same rows of sharded parameters."""
         return self.shards is not None and not self.deal.of_parameters.is_first(self.rank)
@@ -155,11 +160,8 @@ class ShardedOptimizer:
     def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
         """Return the sharded parameters by name, trained or not: parameter (for its shape), own row range, own rows."""
         if self.tiers is not None:
-            shapes = dict(self.tiers.parameters.module.named_parameters())
-            return {
-                n: (shapes[n], RowRange(0, one.shape[0] if one.shape else 1), one)
-                for n, one in self.tiers.weights().items()
-            }
+            shapes, held = dict(self.tiers.parameters.module.named_parameters()), self.tiers.weights()
+            return {n: (p, self.tiers.rows(n, p.shape), held[n]) for n, p in shapes.items()}
         if self.shards is None:
             return {}
         own, params = dict(self.shards.own()), dict(self.shards.module.named_parameters())
@@ -171,6 +173,11 @@ class ShardedOptimizer:
             self.shards.release()
         if self.tiers is not None:
             self.tiers.parameters.release()
+
+    def finish(self) -> None:
+        """Say that this rank runs no more units before ranks meet; all ranks call it. Raises RunFailed."""
+        if self.tiers is not None:
+            self.tiers.parameters.finish()
 
     def leave(self) -> None:
         """Unshard all sharded parameters for good; all ranks must call it."""

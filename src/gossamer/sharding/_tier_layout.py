@@ -13,7 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gossamer.optimizer import Optimizer
+from gossamer.optimizer import Optimizer, OptimizerState
+from gossamer.sharding._tier_shares import TierShares
 from gossamer.store.tier_file import paged
 
 WEIGHT = ""  # the slot of the parameter itself
@@ -51,7 +52,8 @@ class TierGroup:
     record_bytes: int
     starts: tuple[int, ...]  # of both records; of the only one where the group is frozen
     gradient_start: int
-    gradient_bytes: int  # in memory; in the file, whole pages
+    gradient_bytes: int  # of the parameters that are in the file, in memory; in the file, whole pages
+    open_bytes: int  # of the whole gradient, in memory until the update has read its part
 
     @property
     def is_frozen(self) -> bool:
@@ -92,18 +94,23 @@ class TierLayout:
         rule: Optimizer,
         *,
         keeps_gradients: bool,
+        shares: TierShares | None = None,
     ) -> TierLayout:
-        """Lay out `params`: those of `groups` are trained, the others frozen. No value of a parameter is read."""
+        """Lay out `params`: those of `groups` are trained, the others frozen. No value of a parameter is read.
+
+        `shares`: which of them the file has, where ranks divide them; of others there is an empty tensor.
+        """
         trained = {name for names in groups for name in names}
         frozen = tuple(name for name in params if name not in trained)
         found, at = [], 0
         for names in (*groups, *([frozen] if frozen else [])):
             is_trained = names is not frozen
-            tensors, record = _record({n: params[n] for n in names}, rule if is_trained else None)
+            tensors, record = _record({n: params[n] for n in names}, rule if is_trained else None, shares)
             starts = (at, at + record) if is_trained else (at,)
             at += record * len(starts)
-            gradient = sum(params[n].nbytes for n in names) if is_trained else 0
-            found.append(TierGroup(tuple(names), tensors, record, starts, at, gradient))
+            gradient = sum(one.nbytes for one in tensors if one.slot == WEIGHT) if is_trained else 0
+            whole = sum(params[n].nbytes for n in names) if is_trained else 0
+            found.append(TierGroup(tuple(names), tensors, record, starts, at, gradient, whole))
             at += paged(gradient) if keeps_gradients else 0
         return TierLayout(tuple(found), at, keeps_gradients)
 
@@ -135,15 +142,24 @@ class TierLayout:
         return fetched + records + gradients, records + gradients
 
 
-def _record(params: Mapping[str, Tensor], rule: Optimizer | None) -> tuple[tuple[TierTensor, ...], int]:
+def _record(
+    params: Mapping[str, Tensor], rule: Optimizer | None, shares: TierShares | None
+) -> tuple[tuple[TierTensor, ...], int]:
     """Return the tensors of a record and its bytes: all weights, then all states."""
     shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in params.items()}
-    named = [(name, WEIGHT, p) for name, p in shapes.items()]
+    own = shapes if shares is None else {name: shares.own(name, p) for name, p in shapes.items()}
+    named = [(name, WEIGHT, p) for name, p in own.items()]
     if rule is not None:
-        states = rule.init(shapes)
-        named += [(name, slot, one) for name in params for slot, one in states[name].items()]
+        states = first_states(rule, shapes, shares)
+        named += [(name, slot, one) for name in states for slot, one in states[name].items()]
     found, at = [], 0
     for name, slot, one in named:
         found.append(TierTensor(name, slot, tuple(one.shape), one.dtype, at))
         at += paged(one.nbytes)
     return tuple(found), at
+
+
+def first_states(rule: Optimizer, params: Mapping[str, Tensor], shares: TierShares | None) -> OptimizerState:
+    """Return the first states of parameters, or of those that a rank has."""
+    own = params if shares is None else {n: p for n, p in params.items() if shares.rows(n, p.shape).count}
+    return rule.init(own)

@@ -51,7 +51,7 @@ class HostListener(UpdateListener):
     host: TierAccount
 
     def freed(self, index: int) -> None:
-        self.host.give(self.layout.groups[index].gradient_bytes)
+        self.host.give(self.layout.groups[index].open_bytes)
 
     def done(self, index: int) -> None:
         """Do nothing: progress is counted in the same process."""
@@ -103,7 +103,7 @@ class TierUpdater(GroupUpdater):
     def gradient(self, index: int) -> Tensor:
         group = self.layout.groups[index]
         dtype = group.dtype
-        return torch.zeros(group.gradient_bytes // dtype.itemsize, dtype=dtype)
+        return torch.zeros(group.open_bytes // dtype.itemsize, dtype=dtype)
 
     def submit(
         self, index: int, record: int, gradient: Tensor | None, idle: frozenset[str], terms: UpdateTerms
@@ -199,7 +199,7 @@ class TierUpdater(GroupUpdater):
             numel = weights[name].numel()
             gradients[name] = flat[at : at + numel].view(weights[name].shape)
             at += numel
-        moved = [name for name in group.names if name not in job.idle]
+        moved = [name for name in states if name not in job.idle and gradients[name].numel()]
         for skipped in sorted({terms.skipped.get(name, 0) for name in moved}):
             part = {name: gradients[name] for name in moved if terms.skipped.get(name, 0) == skipped}
             some = {name: weights[name] for name in part}

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer.comm.comm_thread import CommThread
 from gossamer.sharding._access_trace import tensors_of
 from gossamer.sharding._sharded_parameters import WrappedForward, entry_nodes, hollow
 from gossamer.sharding._tier_limits import TierAccount
+from gossamer.sharding._tier_shares import TierShares, UnitUnderWay, WeightGather, unit_bytes
 from gossamer.sharding._tile_reader import TileReader, largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder, UnshardUnit
@@ -44,6 +46,7 @@ class TieredParameters:
     exposed_s: float = 0.0  # seconds waited for reads since it was last set to 0
     read_bytes: int = 0
     tiles: TileReader | None = None
+    gather: WeightGather | None = None  # where ranks divide the weights
     _seen: list[tuple[int, bool]] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     _real: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
@@ -57,17 +60,25 @@ class TieredParameters:
         offset_of: Offsets,
         room: TierAccount,
         tiled: Sequence[TiledWeight] = (),
+        shares: TierShares | None = None,
+        pump: CommThread | None = None,
     ) -> TieredParameters:
         """Take the parameters of `module` out of memory; the file must hold them already.
 
-        `tiled`: those of which a tile is in memory at one time.
+        `tiled`: those of which a tile is in memory at one time. `shares`: where the file has some of them; `pump` then
+        brings the others.
         """
         params = dict(module.named_parameters())
         walk = walk.without_tiled(params)
-        always, *units = (_FileUnit.of(unit, params) for unit in (walk.always, *walk.units))
+        everything = (walk.always, *walk.units)
+        always, *units = (_FileUnit.of(unit, params) for unit in everything)
         there = [(i, True) for i in range(len(units))]
         back = [(i, False) for i in reversed(range(len(units))) if walk.units[i].goes_back]
-        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back])
+        gather = None
+        if shares is not None and pump is not None:
+            names = tuple(unit.name or "the weights outside of units" for unit in everything)
+            gather = WeightGather(shares, pump, names)
+        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back], gather=gather)
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
         found._wrap(module, found._whole)
@@ -155,12 +166,32 @@ class TieredParameters:
         """Start to read a unit, if there is room for it; return whether there was."""
         if not self.room.try_take(unit.nbytes):
             return False
-        pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items()]
-        unit.under_way = self._reader.submit(self._read, pieces)
+        if self.gather is None:
+            pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items()]
+            unit.under_way = self._reader.submit(self._read, pieces)
+        elif unit.params:
+            has = {name: self.gather.shares.rows(name, one.shape).count > 0 for name, one in unit.params.items()}
+            pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items() if has[name]]
+            others = [pages for name, pages in unit.pages.items() if not has[name]]
+            number = 0 if unit is self.always else 1 + self.units.index(unit)
+            read = self._reader.submit(self._read, pieces, others)
+            unit.under_way = self.gather.begin(number, unit.memory.buffer, read)
+        else:
+            unit.is_there = True
         return True
 
-    def _read(self, pieces: list[tuple[int, Tensor]]) -> None:
-        """Read whole pages at several places, neighbors with one request.
+    def finish(self) -> None:
+        """Say that this rank runs no more units before ranks meet; raises RunFailed where others do. All ranks call it.
+
+        Without it a rank that waits for weights, and one that waits for gradients, would wait for each other.
+        """
+        if self.gather is not None:
+            began = time.perf_counter()
+            self.gather.finish()
+            self.exposed_s += time.perf_counter() - began
+
+    def _read(self, pieces: list[tuple[int, Tensor]], others: Sequence[Tensor] = ()) -> None:
+        """Read whole pages at several places, neighbors with one request; set those of `others` to zero.
 
         Beside an update, whose requests are whole records, each small one waits its turn: 32 MiB came in 0.29 s in
         pieces of 4 MiB, and in 0.08 s in pieces of 16 MiB, while no fewer bytes moved in all.
@@ -168,6 +199,8 @@ class TieredParameters:
         for start, buffers in _spans(pieces):
             self.file.read(start, *buffers)
             self.read_bytes += sum(len(one) for one in buffers)
+        for pages in others:
+            pages.zero_()
 
     def _release(self, unit: _FileUnit) -> None:
         if not unit.is_away:
@@ -183,6 +216,14 @@ class TieredParameters:
             self.retraced += self._seen != self.expected
             self.expected = self._seen
         self._seen = []
+
+    def gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights in their pages, unit by unit; each is there until the next one is asked for."""
+        self.release()
+        for unit in (self.always, *self.units):
+            self._fetch([unit])
+            yield from unit.pages.items()
+            self._release(unit)
 
     def leave(self, mapped: Mapping[str, Tensor]) -> None:
         """Back all parameters by `mapped`, the file's memory, and restore the module's forwards."""
@@ -236,7 +277,7 @@ class _FileUnit:
     views: dict[str, Tensor]
     pages: dict[str, Tensor]  # of each, as bytes
     nbytes: int
-    under_way: Future[None] | None = None
+    under_way: Future[None] | UnitUnderWay | None = None
     is_there: bool = False
 
     @staticmethod
@@ -278,8 +319,3 @@ def smallest_device(walk: UnshardOrder, params: Mapping[str, Tensor], tiled: Seq
     """Return the bytes of the weights that one unit needs beside those that stay for the whole step, and two tiles."""
     walk = walk.without_tiled(params)
     return unit_bytes(walk.always) + max(map(unit_bytes, walk.units), default=0) + 2 * largest_tile(tiled, params)
-
-
-def unit_bytes(unit: UnshardUnit) -> int:
-    """Return the bytes of a unit's weights in memory: whole pages of each."""
-    return sum(paged(one.numel * layout.dtype.itemsize) for layout in unit.layouts for one in layout.entries)

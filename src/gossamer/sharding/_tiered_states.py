@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.comm_thread import CommThread
 from gossamer.ops.norm import row_norms
 from gossamer.optimizer import Optimizer
 from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
-from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout
+from gossamer.sharding._row_partition import RowRange
+from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout, first_states
 from gossamer.sharding._tier_limits import TierLimits
+from gossamer.sharding._tier_shares import TierShares, compacted
 from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
-from gossamer.spec.errors import RunFailed
-from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, page_buffer
+from gossamer.spec.errors import CheckpointMismatch, RunFailed
+from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, not_in_use, page_buffer, paged
 
 _FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
@@ -48,6 +51,9 @@ class TieredStates:
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
+    shares: TierShares | None  # where each rank has some parameters
+    order: tuple[int, ...]  # of the trained groups, as backward fills them: in it ranks average their gradients
+    largest_bytes: int = 0  # of the files of all ranks, where there are several
     is_closed: bool = False
     is_kept: bool = False  # whether `close` leaves the file
     has_moved: bool = False  # whether a step of this run is in the file
@@ -55,6 +61,8 @@ class TieredStates:
     _of_name: dict[str, int] = field(default_factory=dict)
     _idle: dict[int, frozenset[str]] = field(default_factory=dict)  # of this step, by group
     _terms: UpdateTerms | None = None
+    _updates: int = 0
+    _has_before: bool = False  # whether the journal knows the state before the last update
 
     @staticmethod
     def of(
@@ -70,12 +78,15 @@ class TieredStates:
         updater_of: Callable[[TierFile], GroupUpdater],
         is_hidden: bool,
         tiled: Sequence[TiledWeight] = (),
+        shares: TierShares | None = None,
+        pump: CommThread | None = None,
     ) -> TieredStates:
         """Write the parameters of `module` and the first states to a file, and take them out of memory.
 
+        `shares`: which of them this rank has, as the layout knows; `pump` then brings the weights of others.
         `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
         """
-        path = folder / f"rank-{rank:05d}.tier"
+        path = tier_path(folder, rank)
         limits.file.take(layout.size_bytes)
         limits.host.take(windows * layout.window_bytes)
         journal = TierJournal(path.with_suffix(".json"))
@@ -96,13 +107,25 @@ class TieredStates:
             TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
             params = dict(module.named_parameters())
             for group in layout.groups:
-                _write_first(group, params, rule, file)
-            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled)
+                _write_first(group, params, rule, file, shares)
+            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled, shares, pump)
             undo.callback(parameters.close)
             updater = updater_of(file)
             undo.callback(updater.close)
+            order = closing_order(walk, [group.names for group in layout.trained])
             found = TieredStates(
-                layout, limits, file, journal, parameters, updater, is_hidden, records, rate, _of_name=of_name
+                layout=layout,
+                limits=limits,
+                file=file,
+                journal=journal,
+                parameters=parameters,
+                updater=updater,
+                is_hidden=is_hidden,
+                records=records,
+                rate=rate,
+                shares=shares,
+                order=order,
+                _of_name=of_name,
             )
             found.settle(0)
             undo.pop_all()
@@ -119,18 +142,27 @@ class TieredStates:
         """Return what has been submitted to the updater and done."""
         return self.updater.progress
 
-    def open_gradient(self, layout: Layout) -> Bucket:
-        """Return a gradient buffer of zeros, when updates have made room for it."""
+    def open_gradient(self, layout: Layout, awaited: Callable[[], str | None]) -> Bucket:
+        """Return a gradient buffer of zeros, when updates have made room for it.
+
+        `awaited`: None while a mean of several ranks is under way, after which there may be room; else what full
+        buckets of this rank wait for, "" for nothing. It raises where their exchange has failed.
+        """
         began = time.perf_counter()
 
         def failed() -> None:
             self.progress.check()
-            if self.progress.is_idle and time.perf_counter() - max(began, self.progress.idle_since) > _STUCK_S:
+            name = awaited()
+            if name is None or not self.progress.is_idle:
+                return
+            if time.perf_counter() - max(began, self.progress.idle_since) > _STUCK_S:
                 host = self.limits.host
+                behind = f" Full buckets wait to be averaged after that of {name}, as on all ranks." if name else ""
                 raise RunFailed(
                     f"the gradients of this step are open in another order than in the trace before the first one, and "
-                    f"{layout.nbytes} more bytes do not fit the {host.limit} of plan.sharding.tiers.host, of which "
-                    f"{host.used} are in use: set host to {host.used + layout.nbytes} or more"
+                    f"{layout.nbytes} more bytes, for {layout.entries[0].name}, do not fit the {host.limit} of "
+                    f"plan.sharding.tiers.host, of which {host.used} are in use: set host to "
+                    f"{host.used + layout.nbytes} or more.{behind}"
                 )
 
         self.limits.host.take_in_turn(layout.nbytes, failed)
@@ -141,6 +173,8 @@ class TieredStates:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
         norms = row_norms(mean, self.layout.norm_dtype)
+        if self.shares is not None:
+            mean = compacted(mean, self.shares.deal.part(layout, self.shares.rank))
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None
@@ -155,22 +189,30 @@ class TieredStates:
         for index in self._idle:
             self._submit(index, None, terms)
 
+    def rows(self, name: str, shape: Sequence[int]) -> RowRange:
+        """Return the rows of a parameter that this rank has: all, or none of one that another rank has."""
+        return RowRange(0, shape[0] if shape else 1) if self.shares is None else self.shares.rows(name, shape)
+
     def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
         idle = self._idle[index]
         if idle >= set(self.layout.groups[index].names):  # nothing of it moves
             if gradient is not None:
                 self.updater.drop(index, gradient)
             return
+        if self._has_before:  # from now on the records before are overwritten
+            self._has_before = False
+            self.journal.write({"updates": self._updates, "records": self.records, "moved": []})
         self.updater.submit(index, self.records[index], gradient, idle, terms)
 
     def commit(self, updates: int) -> None:
         """Make the step count: wait for its updates, make them durable, and switch the journal to them."""
         began = time.perf_counter()
         self.progress.wait()
-        for index in self.progress.written:
+        moved = sorted(self.progress.written)
+        for index in moved:
             self.records[index] = 1 - self.records[index]
         self.progress.written.clear()
-        self.settle(updates)
+        self.settle(updates, moved)
         self.has_moved = True
         self.waited_s += time.perf_counter() - began
         self.parameters.release()
@@ -181,10 +223,17 @@ class TieredStates:
         self.progress.written.clear()
         self.parameters.release()
 
-    def settle(self, updates: int) -> None:
-        """Make what counts durable, and write the journal: the state after so many updates."""
+    def settle(self, updates: int, moved: Sequence[int] = ()) -> None:
+        """Make what counts durable, and write the journal: the state after so many updates.
+
+        `moved`: the groups whose other record is the state before the last update. Where ranks divide the states they
+        are kept until the next update begins: no rank begins one before all have settled this.
+        """
         self.file.settle()
-        self.journal.write({"updates": updates, "records": self.records})
+        self._updates, self._has_before = updates, self.shares is not None and bool(moved)
+        self.journal.write(
+            {"updates": updates, "records": self.records, "moved": list(moved) if self._has_before else []}
+        )
 
     def mapped(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter, slot, tensor) of all that counts; its memory is the file's, read when it is touched."""
@@ -204,8 +253,25 @@ class TieredStates:
     def leave(self) -> None:
         """Back the module's parameters by the file, and let the file go with them."""
         self.progress.wait()
-        self.parameters.leave(self.weights())
+        self.parameters.leave(self.weights() if self.shares is None else self._whole_weights())
         self.close()
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """Return the weights of all ranks, mapped from a file of their own that goes with them."""
+        params = dict(self.parameters.module.named_parameters())
+        starts, size = {}, 0
+        for name, one in params.items():
+            starts[name] = size
+            size += paged(one.nbytes)
+        path = self.file.path.with_suffix(".weights")
+        file = TierFile.create(path, size)
+        try:
+            for name, pages in self.parameters.gathered():
+                file.write(starts[name], pages)
+            return {name: file.mapped(starts[name], tuple(p.shape), p.dtype) for name, p in params.items()}
+        finally:
+            path.unlink()
+            file.close()
 
     def keep(self) -> str:
         """Let the file stay at `close`, as that of a killed run does: this one has failed. Return a remark on it.
@@ -232,19 +298,43 @@ class TieredStates:
         self.file.close()
 
 
-def read_tiers(folder: Path, rank: int = 0) -> tuple[int, dict[tuple[str, str], Tensor]]:
+def tier_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's file; those beside it have other suffixes."""
+    return folder / f"rank-{rank:05d}.tier"
+
+
+def remove_left_over(folder: Path, ranks: int) -> None:
+    """Remove what a run of more than `ranks` ranks has left, as a run removes what the one before it left."""
+    for path in folder.glob("rank-*.tier"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdigit() and int(number) >= ranks and path == tier_path(folder, int(number)):
+            with not_in_use(path) as is_free:
+                if is_free:
+                    _remove(path)
+
+
+def read_tiers(folder: Path, rank: int = 0, updates: int = -1) -> tuple[int, dict[tuple[str, str], Tensor]]:
     """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
 
-    The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no state.
+    `rank`: whose file; with shard_group all it has some of the parameters, and empty tensors of the others. `updates`:
+    after as many: the last, or with shard_group all the one before it, by which a rank may be ahead of one that was
+    killed. The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no
+    such state.
     """
-    path = folder / f"rank-{rank:05d}.tier"
+    path = tier_path(folder, rank)
     said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
-    found = {}
-    for group, record in zip(groups, said["records"], strict=True):
+    found, records, last = {}, list(said["records"]), said["updates"]
+    if updates == last - 1 and updates >= 0 and said["moved"]:
+        last = updates
+        for index in said["moved"]:
+            records[index] = 1 - records[index]
+    if updates not in (-1, last):
+        raise CheckpointMismatch(f"{path}: wanted the state after {updates} updates, it holds the one after {last}")
+    for group, record in zip(groups, records, strict=True):
         for name, slot, shape, dtype, start in group["tensors"]:
             at, kind = group["starts"][record] + start, getattr(torch, dtype)
             found[name, slot] = mapped_tensor(path, at, tuple(shape), kind)
-    return said["updates"], found
+    return last, found
 
 
 def _layout_file(path: Path) -> Path:
@@ -263,16 +353,17 @@ def _told(group: TierGroup) -> dict[str, Any]:
     return {"starts": list(group.starts), "tensors": tensors}
 
 
-def _write_first(group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile) -> None:
+def _write_first(
+    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares | None
+) -> None:
     """Write the first record of a group, some tensors at a time."""
-    given = {name: params[name].detach() for name in group.names}
     for name in group.names:
-        states = rule.init({name: given[name]})[name] if not group.is_frozen else {}
+        given = params[name].detach()
+        states = {} if group.is_frozen else first_states(rule, {name: given}, shares).get(name, {})
+        own = given if shares is None else shares.own(name, given)
         for one in group.tensors:
             if one.name == name and one.nbytes:
-                _write_tensor(
-                    file, group.starts[0] + one.start, given[name] if one.slot == WEIGHT else states[one.slot]
-                )
+                _write_tensor(file, group.starts[0] + one.start, own if one.slot == WEIGHT else states[one.slot])
 
 
 def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
@@ -285,15 +376,26 @@ def _write_tensor(file: TierFile, offset: int, tensor: Tensor) -> None:
         file.write(offset + at, buffer[:whole])
 
 
+def closing_order(walk: UnshardOrder, gradients: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    """Return the numbers of buckets in the order in which backward fills them, by the trace, so the same on all ranks.
+
+    Those with parameters outside of units are last: nobody knows when these have all of their gradient.
+    """
+    place = {name: at for at, unit in enumerate(reversed(walk.units)) for name in unit.names}
+    full = [max((place.get(name, len(walk.units)) for name in names), default=0) for names in gradients]
+    return tuple(sorted(range(len(full)), key=lambda i: (full[i], i)))
+
+
 def smallest_host(
     layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
 ) -> int:
     """Return the least bytes of buffers that a step needs: a window, and the gradients that are open at once.
 
     The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
-    open from the start on, and with several micro-batches all are, until the last of them.
+    open from the start on, and with several micro-batches all are, until the last of them. Several ranks need no more:
+    they average buckets in the order in which they are filled (`closing_order`).
     """
-    sizes = {frozenset(group.names): group.gradient_bytes for group in layout.trained}
+    sizes = {frozenset(group.names): group.open_bytes for group in layout.trained}
     if microbatches > 1:
         return layout.window_bytes + sum(sizes.values())
     left = [set(names) for names in gradients]

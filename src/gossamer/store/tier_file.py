@@ -7,13 +7,15 @@ Reads and writes pass by the page cache (O_DIRECT) where the file system allows 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import mmap
 import os
+import socket
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -252,10 +254,45 @@ def mapped_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.
     return torch.from_numpy(data).view(dtype).view(shape)
 
 
+@contextmanager
+def not_in_use(path: Path) -> Iterator[bool]:
+    """Keep a tier file from being opened inside the context; yield whether no run has it open."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(handle)
+
+
+def disk_number(directory: Path) -> int:
+    """Return a number of 48 bits for the file system of `directory`, equal for processes that see the same one.
+
+    On this machine those are told by its device, on others by what the file system says of itself.
+    """
+    there = _existing(directory)
+    if is_far(kind := file_system(directory)):
+        said = f"{kind} {os.statvfs(there).f_fsid}"
+    else:
+        booted = Path("/proc/sys/kernel/random/boot_id")
+        said = f"{booted.read_text() if booted.exists() else socket.gethostname()} {there.stat().st_dev}"
+    return int.from_bytes(hashlib.sha256(said.encode()).digest()[:6], "big")
+
+
+def _existing(directory: Path) -> Path:
+    return next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
+
+
 def free_bytes(directory: Path) -> int:
     """Return the bytes that may be written below `directory`, which need not exist yet."""
-    there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
-    stat = os.statvfs(there)
+    stat = os.statvfs(_existing(directory))
     return stat.f_bavail * stat.f_frsize
 
 
@@ -284,11 +321,13 @@ __all__ = [
     "TierFile",
     "TierJournal",
     "as_bytes",
+    "disk_number",
     "file_system",
     "free_bytes",
     "is_far",
     "mapped_tensor",
     "mixed_rate",
+    "not_in_use",
     "page_buffer",
     "paged",
 ]

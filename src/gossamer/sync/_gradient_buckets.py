@@ -13,9 +13,10 @@ from gossamer.comm.bucket import Bucket, Layout, divided_as, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, compile_kernels, has_residual, is_residual
 from gossamer.ops.norm import global_norm_squared, squared_of
-from gossamer.sharding import Holding
+from gossamer.sharding import Holding, TieredStates
 from gossamer.spec.errors import bad_input
 from gossamer.spec.row_range import RowRange, whole_of
+from gossamer.sync._marked_mean import marked
 from gossamer.sync._state_by_name import refilled, state_by_name
 
 
@@ -151,6 +152,27 @@ class GradientBuckets:
         method, slot.bucket = self._own_part(slot, method), None
         self.adopt(slot)
         return method
+
+    def taken(self, slot: BucketState, method: Rounds, marks: Tensor, tiers: TieredStates) -> Rounds:
+        """Let a bucket that `method` sends go; return the rounds, which give the mean to `tiers`.
+
+        `marks` (parameters,) int32: 1 where this rank has a gradient. They go with the message: an update that is not
+        to wait for the vote on the step must know whether any rank has one.
+        """
+        method, slot.bucket = self._taken(slot, slot.bucket, method, marks, tiers), None
+        self.adopt(slot)
+        return method
+
+    def _taken(
+        self, slot: BucketState, bucket: Bucket | None, method: Rounds, marks: Tensor, tiers: TieredStates
+    ) -> Rounds:
+        assert bucket is not None, "a bucket is allocated before it is sent"
+        outcome, ranks = yield from marked(method, marks)
+        if outcome.mean.data_ptr() != bucket.flat.data_ptr():
+            bucket.flat.copy_(outcome.mean)
+        idle = [e.name for e, count in zip(slot.layout.entries, ranks.tolist(), strict=True) if not count]
+        slot.norms = tiers.take(slot.layout, bucket.flat, frozenset(idle))
+        return replace(outcome, mean=bucket.flat[:0].clone())  # the memory is no longer ours
 
     def _own_part(self, slot: BucketState, method: Rounds) -> Rounds:
         """Run `method` and return this rank's part of the mean only."""

@@ -46,9 +46,10 @@ class GradientReducer:
     buckets or these process groups.
 
     `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
-    as many buckets are pending as the order of messages needs, and backward waits for them. `tiers`: of a rank that is
-    alone, what takes over each bucket as soon as it is full, and says when there is room for another. `keeps_sent`:
-    keep a copy of this rank's input to the exchange until the next step.
+    as many buckets are pending as the order of messages needs, and backward waits for them. `tiers`: what takes
+    over the mean of each bucket as soon as that is known, and says when there is room for another. It is called in the
+    communication thread, for one bucket after the other, in an order that is the same on all ranks. `keeps_sent`: keep
+    a copy of this rank's input to the exchange until the next step.
     """
 
     def __init__(
@@ -190,8 +191,11 @@ class GradientReducer:
             levels = self._meeting_at(window.level)
             pairs = [(self._method(s.exchange, window.level), s.layout) for s in self._slots]
             self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
-        rounds = self._rounds[window.level] if self._tiers is None else []  # alone: nothing to wait for in turn
-        self._exchanging = self._pump.begin(rounds, self._turns)
+        rounds, turns, tiers = self._rounds[window.level], self._turns, self._tiers
+        if tiers is not None:  # alone there is nothing to wait for in turn
+            rounds = [] if self._is_alone else rounds
+            turns = tuple(i for i in tiers.order for _ in range(rounds[i] + 1)) if rounds else ()
+        self._exchanging = self._pump.begin(rounds, turns)
 
     def _meeting_at(self, level: str) -> ProcessGroups:
         """Return the process groups of an exchange among the ranks of `level` only."""
@@ -234,6 +238,8 @@ class GradientReducer:
 
     def reduce(self) -> None:
         """Send the remaining buckets (unused parameters fill none), wait for all means, write them to the gradients."""
+        if self._tiers is not None:
+            self._tiers.parameters.finish()
         for index, slot in enumerate(self._slots):
             if not slot.sent:
                 self._send(index)
@@ -241,8 +247,11 @@ class GradientReducer:
         self._watching = False
 
     def _receive(self) -> None:
-        for index, slot in enumerate(self._slots if self._tiers is None else ()):
-            slot.receive(self._exchanging.result(index))
+        for index, slot in enumerate(self._slots):
+            if self._tiers is None:
+                slot.receive(self._exchanging.result(index))
+            elif not self._is_alone:
+                self._exchanging.result(index)
 
     def agree(self, vote: StepVote) -> StepAgreement:
         """Exchange votes with the ranks whose gradients are averaged, and return the outcome."""
@@ -295,7 +304,7 @@ class GradientReducer:
         slot = self._slots[index]
         if slot.bucket is None:
             if self._tiers is not None:
-                slot.bucket = self._tiers.open_gradient(slot.layout)
+                slot.bucket = self._tiers.open_gradient(slot.layout, self._awaited)
             else:
                 self.timing.timed_wait(self._make_room)
                 slot.bucket = slot.layout.allocate()
@@ -308,6 +317,21 @@ class GradientReducer:
         for index in range(there):
             if self._exchanging.needed[index] <= there:
                 self._exchanging.result(index)
+
+    def _awaited(self) -> str | None:
+        """Return the first parameter of the bucket that full ones wait for, "" for none; None: a mean is under way.
+
+        Raises what ended the exchange.
+        """
+        tiers = self._tiers
+        assert tiers is not None
+        for index in tiers.order if not self._is_alone else ():
+            slot = self._slots[index]
+            if not slot.sent:
+                return slot.layout.entries[0].name if any(one.sent for one in self._slots) else ""
+            if not self._exchanging.has_ended(index):
+                return None
+        return ""
 
     def _count(self, name: str) -> None:
         self._touched.add(name)
@@ -334,7 +358,7 @@ class GradientReducer:
         # The cheapest test of all numbers, for `agree`: a non-finite mean does not show which rank caused it.
         if not (self._is_alone and slot.exchange.traits.lossless):
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
-        if self._tiers is not None:
+        if self._tiers is not None and self._is_alone:
             if at.share != 1.0:
                 bucket.flat.mul_(at.share)
             slot.norms = self._tiers.take(
@@ -344,6 +368,10 @@ class GradientReducer:
             self._buckets.adopt(slot)
             return
         method = slot.run(bucket, self._method(slot.exchange, window.level), at)
+        if self._tiers is not None:
+            marks = torch.tensor([e.name in self._touched for e in slot.layout.entries], dtype=torch.int32)
+            self._exchanging.submit(index, self._buckets.taken(slot, method, marks, self._tiers))
+            return
         if self._gives_back:
             method = self._buckets.give_back(slot, method)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from gossamer.exchange.dense import Dense
 from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
+from gossamer.saver.tiling import Tiling
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 
 _OTHERS = (
     STAGES,
-    Beside("one process", lambda r: r.plan.ranks > 1, lambda r: f"{r.plan.ranks} processes"),
     Beside(
         "plan.sync every_step",
         lambda r: r.sync.loop is not None or r.sync.probe is not None,
@@ -46,6 +46,11 @@ _OTHERS = (
         lambda r: f"train.optimizer {told(r.config.train.optimizer)}",
     ),
     ADVERSARIAL,
+    Beside(
+        "plan.sharding.tiers.shard_group none",
+        lambda r: r.sharding.is_sharded and any(isinstance(one, Tiling) for one in r.methods.savers),
+        lambda r: "shard_group all beside the saver tiling, which reads tiles from a rank's own file",
+    ),
 )
 
 

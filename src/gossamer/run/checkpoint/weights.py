@@ -54,6 +54,7 @@ class Weights(Stateful):
                 copies = SliceCopies.PER_REPLICA if name in buffers else SliceCopies.REPLICATED
                 yield StateSlice.whole(f"model/{name}", shared.get(name, tensor), copies)
         copies = SliceCopies.SPARE if self.states.has_spare_parameters else SliceCopies.SHARDED
+        copies = copies if self.states.divides_parameters else SliceCopies.REPLICATED  # or each rank's file has all
         saved = {name for name, _ in saved_state(self.module, self.base)}
         for name, (param, rows, tensor) in sharded.items():
             if rows.count and name in saved:
@@ -69,7 +70,7 @@ class Weights(Stateful):
 
     def cause(self, source: StateSource, missing: frozenset[str]) -> str:
         """Return that the weights were saved rank by rank, if they were, and this run's parameters are not sharded."""
-        is_other = not self.states.sharded and holds_under(source, f"{BY_RANK}model/")
+        is_other = not self.states.divides_parameters and holds_under(source, f"{BY_RANK}model/")
         return other_sharding(source) if is_other else ""
 
     def check(self, source: StateSource) -> None:
