@@ -1,6 +1,6 @@
 """Handwritten digits to train in seconds on one core: an autoencoder, and a classifier of convolutions.
 
-autoencoder   the 64 pixels through 8 numbers and back, eight linear layers with tanh; loss: cross entropy summed over
+autoencoder   the 64 pixels through 8 numbers and back, six linear layers with tanh; loss: cross entropy summed over
               the pixels, of the images that it is trained on, as tables of second-order methods have it
 convolutions  two convolutions and two linear layers with ReLU; loss: cross entropy of images that are held out
 normalized    the same with batch normalization after every convolution
@@ -41,12 +41,12 @@ class Images:
 class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        sizes = (SIDE**2, 96, 48, 24, 8, 24, 48, 96, SIDE**2)
+        sizes = (SIDE**2, 96, 32, 8, 32, 96, SIDE**2)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x = layer(x) if number in (3, len(self.layers) - 1) else torch.tanh(layer(x))
+            x = layer(x) if number in (2, len(self.layers) - 1) else torch.tanh(layer(x))
         return x
 
 
@@ -78,9 +78,9 @@ def _class(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(model(images), labels)
 
 
-AUTOENCODER = Images("autoencoder", Autoencoder, _same, "train", 128, 600)
-CONVOLUTIONS = Images("convolutions", lambda: Convolutions(is_normalized=False), _class, "validation", 128, 200)
-NORMALIZED = Images("normalized", lambda: Convolutions(is_normalized=True), _class, "validation", 128, 200)
+AUTOENCODER = Images("autoencoder", Autoencoder, _same, "train", 128, 400)
+CONVOLUTIONS = Images("convolutions", lambda: Convolutions(is_normalized=False), _class, "validation", 128, 120)
+NORMALIZED = Images("normalized", lambda: Convolutions(is_normalized=True), _class, "validation", 128, 120)
 _parts = cache(parts)
 
 
