@@ -90,7 +90,7 @@ def followed(
     """Train from the weights of a seed on the order of a seed; return the evaluations as (steps, loss).
 
     The rate rises over a twentieth of the steps and falls along a cosine to nothing. A run ends where its loss is not
-    finite.
+    finite, or a rule cannot decompose its matrices.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -100,7 +100,10 @@ def followed(
     found: list[tuple[int, float]] = []
     for step, (images, labels) in enumerate(_batches(task, seed, steps)):
         rise, fall = (step + 1) / max(1, steps // 20), 0.5 + 0.5 * math.cos(math.pi * step / steps)
-        loss = trained.step(task, images, labels, min(rise, fall))
+        try:
+            loss = trained.step(task, images, labels, min(rise, fall))
+        except torch.linalg.LinAlgError:  # a root of what is not finite any more
+            break
         if not math.isfinite(loss):
             break
         if step + 1 in due:
