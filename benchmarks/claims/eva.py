@@ -125,7 +125,7 @@ class Side:
             "form": self.form,
             "rate": self.rate,
             "steps": [None if math.isinf(one) else one for one in self.steps],
-            "loss_at_end": [round(one, 5) for one in self.losses],
+            "loss_at_end": [round(one, 5) if math.isfinite(one) else None for one in self.losses],
             "step_s": round(self.step_s, 6),
             "trials": self.trials,
             "at_border": self.at_border,
