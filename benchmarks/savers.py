@@ -45,7 +45,9 @@ def main() -> None:
         try:
             found = [asdict(row) for row in module.rows(quick=asked.quick, **given)]
         except OutOfTime as reached:
-            left_out[name] = f"the hours were over before {reached}: run it again, and it goes on there"
+            left_out[name] = (
+                f"the hours were over before {reached}: run it again, and it goes on there; earlier rows stay"
+            )
             continue
         rows += [{"file": name, "commit": ", ".join(sorted(trials.commits)) or at, **row} for row in found]
         if asked.quick and (why := getattr(module, "NOT_QUICK", "")):
