@@ -1,4 +1,7 @@
-"""Rows of benchmarks/savers.py: one file per method, found by its name; each has `rows(quick=...)`."""
+"""Rows of benchmarks/savers.py: one file per method, found by its name; each has `rows(quick=...)`.
+
+A file with TOKENS also takes the `tokens` of a run that trains, and the journal `trials` in which it keeps every run.
+"""
 
 from __future__ import annotations
 

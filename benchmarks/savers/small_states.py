@@ -2,8 +2,10 @@
 
 Bytes: of the states that an optimizer makes for the model of LAYERS layers below. Loss: of held-out text after so many
 tokens of a language model of bytes, trained from the same seeds in pairs: the same parameters and the same batches, one
-rate for all. `details`: the loss of every seed, and the ratio to AdamW's of the same seed. Peers, whose packages are in
-an environment of their own, train in a process of that one's `python`, which PEERS names; without it they are left out.
+rate for all. `details`: the loss of every seed, and the ratio to AdamW's of the same seed. Where the hours were over
+before all seeds were trained, the row is of those that all methods trained, and its setting says how many. Seconds are
+those of the processor. Peers, whose packages are in an environment of their own, train in a process of that one's
+`python`, which the variable of PYTHON names; without it they are left out.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+if TYPE_CHECKING:
+    from claims._trials import Trials
+
 WIDTH, HEADS, LAYERS, SEQUENCE, BATCH, BYTES = 192, 6, 5, 128, 8, 256
 LR, WARMUP, CLIP = 1e-3, 0.1, 1.0
-TOKENS, QUICK_TOKENS, SEEDS = 150_000, 30_000, (0, 1, 2)
-TRAINED = {"adamw": "adamw", "adamw_8bit": "adamw_8bit", "coat": "coat"}
+TOKENS, QUICK_TOKENS, SEEDS = 2_000_000, 30_000, (0, 1, 2)
+TRAINED = ("adamw", "adamw_8bit", "coat")
 COUNTED = {
     "adamw": {"adamw": {}},
     "adamw, parameters in bf16": {"master": {"inner": {"adamw": {}}}},
@@ -80,21 +86,19 @@ class Bytes(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
 
 
-def rows(*, quick: bool) -> Iterator[Any]:
+def rows(*, quick: bool, trials: Trials, tokens: int = TOKENS) -> Iterator[Any]:
     from savers import Row
 
     yield from (Row(method=name, setting="states as made for a model", **one) for name, one in counted().items())
-    tokens, seeds = (QUICK_TOKENS, SEEDS[:1]) if quick else (TOKENS, SEEDS)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in TRAINED}
-    for seed in seeds:  # in turns, so that what else the machine does meets all of them
-        for name, kind in TRAINED.items():
-            found[name].append(trained(kind, seed, tokens))
+    tokens, seeds = (QUICK_TOKENS, SEEDS[:1]) if quick else (tokens, SEEDS)
+    found = in_turns(TRAINED, seeds, tokens, trials)
+    done = seeds[: len(found["adamw"])]
     python = "" if quick else os.environ.get(PYTHON, "")
-    peers = {name: _peer(python, kind, tokens) for name, kind in PEERS.items()} if python else {}
+    peers = {name: _peer(python, kind, tokens, done) for name, kind in PEERS.items()} if python else {}
     plain = [one["loss"] for one in found["adamw"]]
     spread = stdev(plain) / mean(plain) if len(plain) > 1 else None
     numel = sum(p.numel() for p in Bytes().parameters())
-    setting = f"{numel / 1e6:.2f} M parameters, {tokens:,} tokens, {len(seeds)} seeds, lr {LR:g}, 1 thread"
+    setting = f"{numel / 1e6:.2f} M parameters, {tokens:,} tokens, {told(done, seeds)}, lr {LR:g}, 1 thread"
     for name, runs in {**found, **peers}.items():
         losses = [one["loss"] for one in runs]
         ratios = [round(a / b, 6) for a, b in zip(losses, plain, strict=True)]
@@ -113,6 +117,33 @@ def rows(*, quick: bool) -> Iterator[Any]:
                 "update_s": round(median(one["update_s"] for one in runs), 4),
             },
         )
+
+
+def in_turns(
+    names: Sequence[str], seeds: Sequence[int], tokens: int, trials: Trials
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what `trained` says of every method, by seed: as many seeds as all methods were trained with.
+
+    Raise OutOfTime where the hours were over before one seed was done.
+    """
+    from claims._trials import OutOfTime
+
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in seeds:  # in turns, so that what else the machine does meets all of them
+        try:
+            ran = [trials(f"{n}, {tokens} tokens, seed {seed}", partial(trained, n, seed, tokens)) for n in names]
+        except OutOfTime:
+            if seed == seeds[0]:
+                raise
+            break
+        for name, one in zip(names, ran, strict=True):
+            found[name].append(one)
+    return found
+
+
+def told(done: Sequence[int], seeds: Sequence[int]) -> str:
+    """Return how many seeds a row is of."""
+    return f"{len(done)} seeds" if len(done) == len(seeds) else f"{len(done)} of {len(seeds)} seeds"
 
 
 def counted() -> dict[str, dict[str, Any]]:
@@ -135,7 +166,7 @@ def counted() -> dict[str, dict[str, Any]]:
 def trained(kind: str, seed: int, tokens: int) -> dict[str, Any]:
     """Train once with an optimizer, or with AdamW and a saver.
 
-    Return the loss at the end, the bytes of the states and the median seconds of a step and of its update.
+    Return the loss at the end, the bytes of the states and the median processor seconds of a step and of its update.
     """
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -145,20 +176,20 @@ def trained(kind: str, seed: int, tokens: int) -> dict[str, Any]:
     update, state_bytes = _ours(kind, model) if kind not in PEERS.values() else _theirs(kind, model)
     times, updates = [], []
     for step in range(steps):
-        began = time.perf_counter()
+        began = time.process_time()
         starts = torch.randint(len(text) - SEQUENCE - 1, (BATCH,), generator=draw)
         loss = model(torch.stack([text[s : s + SEQUENCE + 1] for s in starts.tolist()]).long())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        done, before = step / steps, time.perf_counter()
+        done, before = step / steps, time.process_time()
         update((step + 1) / (WARMUP * steps) if done < WARMUP else 0.55 + 0.45 * math.cos(math.pi * done))
         model.zero_grad(set_to_none=True)
-        updates.append(time.perf_counter() - before)
-        times.append(time.perf_counter() - began)
+        updates.append(time.process_time() - before)
+        times.append(time.process_time() - began)
     with torch.no_grad():
         losses = [float(model(part.long())) for part in held]
     said = {"loss": mean(losses), "bytes": state_bytes(), "step_s": median(times), "update_s": median(updates)}
-    print(f"{kind} seed {seed}: {said}", file=sys.stderr, flush=True)
+    print(f"{kind}, {tokens} tokens, seed {seed}: {said}", file=sys.stderr, flush=True)
     return said
 
 
@@ -212,8 +243,8 @@ def _bytes(value: Any) -> int:
     return sum(_bytes(getattr(value, part)) for part in parts) if parts else value.nbytes
 
 
-def _peer(python: str, kind: str, tokens: int) -> list[dict[str, Any]]:
-    argv = [python, __file__, kind, str(tokens)]
+def _peer(python: str, kind: str, tokens: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    argv = [python, __file__, kind, str(tokens), *map(str, seeds)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return list(json.loads(done.stdout.splitlines()[-1]))
 
@@ -228,4 +259,4 @@ def _text() -> tuple[Tensor, list[Tensor]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps([trained(sys.argv[1], seed, int(sys.argv[2])) for seed in SEEDS]))
+    print(json.dumps([trained(sys.argv[1], int(seed), int(sys.argv[2])) for seed in sys.argv[3:]]))

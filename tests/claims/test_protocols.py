@@ -198,3 +198,32 @@ def test_no_row_of_a_record_was_tuned_on_what_it_reports(parts: dict[str, Module
         for row in json.loads(file.read_text("utf-8"))["rows"]:
             parts["_frozen"].check_rows(f"{row['paper']}.{row['study']}", [row["details"]])
     assert records
+
+
+def test_rows_are_of_the_seeds_that_all_methods_trained(parts: dict[str, ModuleType]) -> None:
+    spec = importlib.util.spec_from_file_location("small_states", ROOT / "benchmarks" / "savers" / "small_states.py")
+    assert spec is not None and spec.loader is not None
+    states = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(states)
+    ran: list[tuple[str, int]] = []
+
+    def trained(name: str, seed: int, tokens: int) -> dict[str, float]:
+        ran.append((name, seed))
+        return {"loss": float(seed)}
+
+    states.trained = trained
+    held = Held()
+
+    def trials(until: int) -> Any:
+        return parts["_trials"].Trials(
+            lambda _: held, "savers.training", commit="c", until=until, clock=lambda: len(ran), tell=lambda _: None
+        )
+
+    with pytest.raises(parts["_trials"].OutOfTime):
+        states.in_turns(("adamw", "coat"), (0, 1, 2), 10, trials(1))
+    found = states.in_turns(("adamw", "coat"), (0, 1, 2), 10, trials(3))
+    assert found == {"adamw": [{"loss": 0.0}], "coat": [{"loss": 0.0}]}, "seed 1 has adamw alone"
+    assert states.told([0], [0, 1, 2]) == "1 of 3 seeds"
+    found = states.in_turns(("adamw", "coat"), (0, 1, 2), 10, trials(99))
+    assert [one["loss"] for one in found["coat"]] == [0.0, 1.0, 2.0]
+    assert sorted(ran) == sorted({*ran}), "no run is made twice"

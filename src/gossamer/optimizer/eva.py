@@ -10,7 +10,8 @@ Symbols: a, b `input`, `output` (state), xi `decay`, gamma `damping`, kappa `kl_
 the sum over all positions of the output's gradient of the mean loss: the gradient of a bias.
 State:   1 tensor per parameter, and inputs + outputs numbers per layer.   Wire: one sum of these numbers per step.
 Good when: layers are linear or convolutional, and first-order steps are slow.   Not for: a layer whose inputs are
-normalized (a is about 0 there and U about G / gamma); stages, sharded states and islands, which are refused.
+normalized (a is about 0 there and U about G / gamma), or whose output is over the batch (b is 0); a large loss beside
+gamma (b a^T is the mean part of G, and U has little of it); stages, sharded states and islands, which are refused.
 Everything else (embeddings, norms, the head, `plain`) moves by SGD with momentum, without nu.
 Unlike the paper: vectors are of all samples, not of the first 16; b of a kernel is a sum over positions, not a mean.
 """
