@@ -158,7 +158,7 @@ def _stage_of(
         digest=digest,
         held_bytes=held_bytes(module),
         whole_bytes=whole_bytes,
-        remarks=(f"it was built {construction.reason}, and then given back",) if construction.reason else (),
+        remarks=_remarks(construction.reason, sorted(provider.read_whole)),
     )
 
 
@@ -167,6 +167,15 @@ def _cuts(flow: DataFlow, outline: nn.Module, asked: AskedStage) -> SplitPoints:
     if asked.cuts:
         return given_split(asked.cuts, asked.stages, flow, outline)
     return balanced_split(flow, asked.stages, costs={call.unit: float(call.parameter_bytes) for call in flow.calls})
+
+
+def _remarks(built: str, read: Sequence[str]) -> tuple[str, ...]:
+    """Return what is said where the whole model was in memory. `built`: why; `read`: tensors that no file names."""
+    remarks = [f"it was built {built}, and then given back"] if built else []
+    if read:
+        many = f" and {len(read) - 1} more" if len(read) > 1 else ""
+        remarks.append(f"the whole model was read, and then given back: no file has {read[0]}{many} by that name")
+    return tuple(remarks)
 
 
 def _first_held(parts: Sequence[StageSpec], mine: StageSpec, names: Collection[str]) -> frozenset[str]:
