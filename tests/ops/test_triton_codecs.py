@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -200,6 +202,38 @@ def test_a_kernel_that_cannot_be_compiled_is_refused_and_named(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         assert torch.equal(fused.dequantize(codes, scales, 256), torch.ones(300, device=DEVICE))
+
+
+def test_threads_that_come_together_compare_once(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, said = threading.Barrier(4), list[str]()
+
+    def failing(*args: object) -> None:
+        together.wait(0.2)  # broken: nobody else is here
+
+    stand_in(monkeypatch, dequantize=failing)
+    monkeypatch.setattr(fused, "_say", lambda kind, device, what: said.append(what))
+    codes, scales = torch.ones(300, dtype=torch.int8, device=DEVICE), torch.ones(2, device=DEVICE)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: fused.dequantize(codes, scales, 256), range(4)))
+    assert said == ["cannot be used (BrokenBarrierError: )"]
+    assert all(torch.equal(one, torch.ones(300, device=DEVICE)) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_kernel"),
+    [
+        (torch.zeros(4, 3, 8, device=DEVICE), True),
+        (torch.zeros(4, 8, device=DEVICE)[::2, :6], True),
+        (torch.zeros(8, 4, device=DEVICE).t(), False),
+        (torch.zeros(4, 3, 8, device=DEVICE)[:, :2], False),  # rows of it are a copy
+    ],
+)
+def test_kernels_write_where_rows_lie(written: Tensor, is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(fused, "_compared", lambda kind, device: stand_in)
+    monkeypatch.setenv(fused.SWITCH, "1")
+    chosen = fused._chosen(fused._Kind("pack_signs", 8), torch.zeros(8, device=DEVICE), written)
+    assert (chosen is stand_in) is is_kernel
 
 
 @pytest.mark.parametrize("why", ["no triton", "switched off", "a large block", "another device", None])
