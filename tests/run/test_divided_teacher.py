@@ -227,11 +227,12 @@ def test_what_a_stage_sends_is_checked(untied: str, sent: dict[str, Tensor], sai
 
 
 def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
+    told = list[str]()
     with serving(stage_of(untied, 1, 2)) as first, ExitStack() as stack:
         at = _place_before(place(first), stage_of(untied, 2, 2), "", 0.0, lambda said: None)
         at = replace(at, patience=Patience(answer_s=5.0, again_s=0.1))
         server = TeacherServer(
-            teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token=""
+            teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token="", tell=told.append
         )
         thread = threading.Thread(target=server.serve)
         thread.start()
@@ -247,6 +248,7 @@ def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
             with pytest.raises(TeacherLost, match=said):
                 for _ in range(50):
                     remote.answer(remote.ask(BATCH), valid())
+    assert f"student 1 at 127.0.0.1 was told: stage 1 of 2 of the teacher at {where} was lost" in " ".join(told)
 
 
 @pytest.mark.nightly
@@ -312,6 +314,7 @@ def test_what_a_stage_is_given_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("GOSSAMER_TEACHER_TOKEN", raising=False)
     for given, said in (
         ({"stage": "2"}, "--stage: wanted the number of a stage, from 1"),
+        ({"stage": "1/" + "9" * 5000}, "--stage: wanted the number of a stage, from 1"),
         ({"stage": "3/2", "previous": "tcp://10.0.0.1:1"}, "--stage: wanted the number of a stage, from 1"),
         ({"stage": "2/2"}, "--previous: wanted the address of stage 1, which stage 2 asks, got none"),
         ({"stage": "1/2", "previous": "tcp://10.0.0.1:1"}, "--previous: wanted no address of a stage before"),

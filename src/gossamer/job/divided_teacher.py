@@ -33,6 +33,7 @@ from gossamer.run.remote_teacher.served import ServedTeacher
 from gossamer.run.remote_teacher.stage import PlaceBefore, TeacherStage
 from gossamer.spec.errors import BadInput, bad_input
 
+_DIGITS = 6  # of a number of stages
 _TOKENS = 8  # of the rows that the first trace runs on
 _WORDS = {  # what the errors of a training in stages say, and what a teacher's stage calls it
     "plan.cuts": "--cuts",
@@ -54,7 +55,7 @@ class AskedStage:
     def parse(cls, written: str, cuts: str = "") -> AskedStage:
         """Return what I/N and a list of units stand for. Raises BadInput."""
         first, slash, last = written.partition("/")
-        fits = slash and all(one.isascii() and one.isdecimal() for one in (first, last))
+        fits = slash and all(one.isascii() and one.isdecimal() and len(one) <= _DIGITS for one in (first, last))
         if not fits or not 1 <= int(first) <= int(last):
             raise bad_input(
                 wanted="the number of a stage, from 1, and how many there are, such as 1/2",
