@@ -463,6 +463,7 @@ def _frame(said: bytes) -> bytes:
         (lambda data: data.replace(b'"int32"', b'"int33"'), "a message of this version"),
         (lambda data: data.replace(b'"int64"', b'"uint8"'), "uint8 does not travel as int32"),
         (lambda data: _frame(b"[" * 100_000), "a message of this version"),
+        (lambda _: _frame(packed(terms())[17:].replace(b'"temperature":1.0', b'"temperature":1e999')), "finite number"),
         (lambda data: _frame(data[17:60]), "a message of this version"),
         (lambda data: b"GSTR\x01" + b"\xff" * 12, "got 4294967295 and 18446744073709551615"),
     ],
