@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ KEY = Key(shared=3, own=7)
 needs_triton = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton is not installed: torch's CUDA builds bring it, on a CPU `pip` does"
 )
-CODECS = {
+CODECS: dict[str, str | dict[str, Any]] = {
     **{name: name for name in ("int8", "int4", "ternary", "sign", "float16", "bfloat16")},
     "int8, blocks of 4": {"int8": {"block_size": 4}},
     "int8, blocks of 8192": {"int8": {"block_size": 8192}},
@@ -70,7 +73,7 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fused._compared.cache_clear()
 
 
-def outcomes(written: object, x: Tensor) -> list[Tensor]:
+def outcomes(written: str | dict[str, Any], x: Tensor) -> list[Tensor]:
     """Return all that a codec gives for x; the bytes where all that they decode to is finite."""
     one, numel = codec.build(written), x.shape[-1]
     lost, in_place = torch.full_like(x, 7.0), x.clone()
@@ -153,7 +156,10 @@ def test_every_kernel_is_compared_with_the_passes_and_taken(any_device: None) ->
     if DEVICE == "cpu":
         skip_without_fma(triton_codecs)
     kinds = [
-        *(fused._Kind("quantize", 24, bits, levels, random, True) for bits, levels, random in ((8, 127, 0), (4, 7, 1))),
+        *(
+            fused._Kind("quantize", 24, bits, levels, random, True)
+            for bits, levels, random in ((8, 127, False), (4, 7, True))
+        ),
         *(fused._Kind(name, 40, bits) for name in ("dequantize", "add_dequantized") for bits in (8, 4, 2, 1)),
         fused._Kind("pack_signs", 40, loses=True),
         fused._Kind("narrow", 1024, 16, 14, loses=True),
@@ -200,6 +206,38 @@ def test_a_kernel_that_cannot_be_compiled_is_refused_and_named(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
         assert torch.equal(fused.dequantize(codes, scales, 256), torch.ones(300, device=DEVICE))
+
+
+def test_threads_that_come_together_compare_once(any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, said = threading.Barrier(4), list[str]()
+
+    def failing(*args: object) -> None:
+        together.wait(0.2)  # broken: nobody else is here
+
+    stand_in(monkeypatch, dequantize=failing)
+    monkeypatch.setattr(fused, "_say", lambda kind, device, what: said.append(what))
+    codes, scales = torch.ones(300, dtype=torch.int8, device=DEVICE), torch.ones(2, device=DEVICE)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: fused.dequantize(codes, scales, 256), range(4)))
+    assert said == ["cannot be used (BrokenBarrierError: )"]
+    assert all(torch.equal(one, torch.ones(300, device=DEVICE)) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_kernel"),
+    [
+        (torch.zeros(4, 3, 8, device=DEVICE), True),
+        (torch.zeros(4, 8, device=DEVICE)[::2, :6], True),
+        (torch.zeros(8, 4, device=DEVICE).t(), False),
+        (torch.zeros(4, 3, 8, device=DEVICE)[:, :2], False),  # rows of it are a copy
+    ],
+)
+def test_kernels_write_where_rows_lie(written: Tensor, is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(fused, "_compared", lambda kind, device: stand_in)
+    monkeypatch.setenv(fused.SWITCH, "1")
+    chosen = fused._chosen(fused._Kind("pack_signs", 8), torch.zeros(8, device=DEVICE), written)
+    assert (chosen is stand_in) is is_kernel
 
 
 @pytest.mark.parametrize("why", ["no triton", "switched off", "a large block", "another device", None])

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
 from gossamer.job.served_teacher import _place_before, serve_teacher
 from gossamer.job.teaching import digest_of, find_teacher
 from gossamer.launch.port import listen
+from gossamer.run.remote_teacher import stage as remote_stage
 from gossamer.run.remote_teacher.frames import packed
 from gossamer.run.remote_teacher.link import Patience
 from gossamer.run.remote_teacher.messages import Border, Facts, Ready
@@ -26,8 +27,9 @@ from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.stage import PlaceBefore
 from gossamer.run.teacher import KnownWords
 from gossamer.spec.errors import BadInput, TeacherLost
-from run.test_distillation import saved
-from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, place, pretending, valid
+from pool import Pool
+from run.test_distillation import losses, saved, sections, train
+from run.test_remote_teacher import BATCH, CPU, IDS, SOON, joined, named, place, pretending, terms, valid
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_the_logits_are_those_of_the_whole_teacher(kind: str, stages: int, reque
         with joined(servers[-1], top_k=3) as other:
             words = other.answer(other.ask(BATCH), valid())
             assert isinstance(words, KnownWords) and torch.equal(words.words, wanted.topk(3, dim=1).indices)
-        assert [one.done.tokens for one in servers] == [*[0] * (stages - 1), 48]
+    assert [one.done.tokens for one in servers] == [*[0] * (stages - 1), 48]
     parts = [stage_of(teacher, number, stages) for number in range(1, stages + 1)]
     for one in parts:
         assert one.held_bytes == parameter_bytes(whole, one.stage.part.holds) < one.whole_bytes
@@ -225,11 +227,12 @@ def test_what_a_stage_sends_is_checked(untied: str, sent: dict[str, Tensor], sai
 
 
 def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
+    told = list[str]()
     with serving(stage_of(untied, 1, 2)) as first, ExitStack() as stack:
         at = _place_before(place(first), stage_of(untied, 2, 2), "", 0.0, lambda said: None)
         at = replace(at, patience=Patience(answer_s=5.0, again_s=0.1))
         server = TeacherServer(
-            teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token=""
+            teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token="", tell=told.append
         )
         thread = threading.Thread(target=server.serve)
         thread.start()
@@ -245,6 +248,7 @@ def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
             with pytest.raises(TeacherLost, match=said):
                 for _ in range(50):
                     remote.answer(remote.ask(BATCH), valid())
+    assert f"student 1 at 127.0.0.1 was told: stage 1 of 2 of the teacher at {where} was lost" in " ".join(told)
 
 
 @pytest.mark.nightly
@@ -264,17 +268,53 @@ def test_a_stage_that_comes_back_is_asked_again(untied: str) -> None:
 
 
 def test_what_a_stage_cannot_compute_is_told(untied: str) -> None:
-    wrong = {"input_ids": IDS + 100, "labels": IDS}
-    with chain(untied, 2) as servers, joined(servers[-1]) as remote:
-        said = r"stage 1 of 2 of the teacher at .* was lost: the teacher cannot compute this batch \(IndexError"
-        with pytest.raises(TeacherLost, match=said):
-            remote.answer(remote.ask(wrong), valid())
+    with chain(untied, 2) as servers:
+        for wrong, said in ((IDS + 1, "wanted tokens from 0 to 15, got 1 to 16"), (IDS[None], "cannot compute")):
+            with joined(servers[-1]) as remote, pytest.raises(TeacherLost, match=said):
+                remote.answer(remote.ask({"input_ids": wrong, "labels": IDS}), valid())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_student_in_stages_learns_from_a_teacher_in_stages(
+    pool: Pool, untied: str, tmp_path: Path, top_k: int
+) -> None:
+    plan = {"mesh": {"pipe": 2}, "cuts": ["embed", "layers.1"]}
+    with chain(untied, 2) as servers:
+        for name, ranks, more, of in (("one", 1, None, untied), ("two", 2, plan, named(servers[-1]))):
+            train(pool, ranks, tmp_path / name, sections({"kl": {"teacher": of, "top_k": top_k}}, more, accumulate=2))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert [one.done.students for one in servers] == [1, 1]
+
+
+def test_kinds_of_batches_are_not_kept_for_ever(untied: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_stage, "_MOST_KINDS", 1)
+    found = stage_of(untied, 1, 2).served(CPU, None)
+    assert found.stage is not None
+    reading = found.reading(terms(), {"input_ids": IDS})
+    for length in (3, 4, 3):
+        rows = {"input_ids": IDS[:, :length]}
+        flow, _ = found.stage.way(reading, rows)
+        known = found.stage.known(reading, rows)
+        assert known is not None and known[0] is flow
+        (ways,) = found.stage._ways.values()
+        assert len(ways.known) == 1
+
+
+def test_a_model_that_is_read_whole_is_said(tmp_path: Path) -> None:
+    """Files of fused experts name tensors otherwise than the model does."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(vocab_size=16, num_key_value_heads=1, num_local_experts=2, **sizes)
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    (said,) = find_stage(str(tmp_path), AskedStage(1, 2), CPU).remarks
+    assert "the whole model was read, and then given back: no file has model.layers.0.mlp.experts" in said
 
 
 def test_what_a_stage_is_given_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOSSAMER_TEACHER_TOKEN", raising=False)
     for given, said in (
         ({"stage": "2"}, "--stage: wanted the number of a stage, from 1"),
+        ({"stage": "1/" + "9" * 5000}, "--stage: wanted the number of a stage, from 1"),
         ({"stage": "3/2", "previous": "tcp://10.0.0.1:1"}, "--stage: wanted the number of a stage, from 1"),
         ({"stage": "2/2"}, "--previous: wanted the address of stage 1, which stage 2 asks, got none"),
         ({"stage": "1/2", "previous": "tcp://10.0.0.1:1"}, "--previous: wanted no address of a stage before"),

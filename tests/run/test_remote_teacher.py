@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -314,10 +315,36 @@ def test_a_teacher_that_does_not_answer_is_named() -> None:
             link.close()
 
 
-def test_a_batch_that_a_teacher_cannot_compute_is_told(server: TeacherServer) -> None:
-    wrong = {"input_ids": IDS + 100, "labels": IDS}
-    with joined(server) as remote, pytest.raises(TeacherLost, match=r"cannot compute this batch \(IndexError"):
-        remote.answer(remote.ask(wrong), valid())
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        (IDS + 1, "wanted tokens from 0 to 15, got 1 to 16"),
+        (IDS - 1, "wanted tokens from 0 to 15, got -1 to 14"),
+        (IDS.float(), "wanted input_ids of integers, got torch.float32"),
+        (IDS[None], r"cannot compute this batch \(RuntimeError"),
+    ],
+)
+def test_a_batch_that_a_teacher_cannot_compute_is_told(server: TeacherServer, ids: Tensor, said: str) -> None:
+    with joined(server) as remote, pytest.raises(TeacherLost, match=said):
+        remote.answer(remote.ask({"input_ids": ids, "labels": IDS}), valid())
+
+
+def test_who_says_nothing_is_waited_for_by_nobody(server: TeacherServer) -> None:
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection(place(server), timeout=5))
+        remote = stack.enter_context(joined(server))
+        assert remote.answer(remote.ask(BATCH), valid()).logits().shape == (16, 16)  # type: ignore[union-attr]
+
+
+def test_digests_tell_tensors_apart() -> None:
+    """By name and shape too; they do not depend on the order."""
+    first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    one = digest_of(nn.ModuleDict({"a": first, "b": second}))
+    assert one == digest_of(nn.ModuleDict({"b": second, "a": first}))
+    assert one != digest_of(nn.ModuleDict({"a": second, "b": first}))
+    flat = nn.ParameterList([first.weight.flatten()])
+    assert digest_of(flat) != digest_of(nn.ParameterList([first.weight]))
 
 
 def test_garbage_ends_a_connection_and_nothing_else(server: TeacherServer) -> None:
@@ -416,6 +443,10 @@ def test_frames_are_what_was_packed() -> None:
     assert len(packed(Ask(number=0), {"ids": IDS})) < len(packed(Ask(number=0), {"ids": IDS + (1 << 40)}))
 
 
+def _frame(said: bytes) -> bytes:
+    return struct.pack("!4sBIQ", b"GSTR", 1, len(said), 0) + said
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -430,6 +461,11 @@ def test_frames_are_what_was_packed() -> None:
             "a shape that",
         ),
         (lambda data: data.replace(b'"int32"', b'"int33"'), "a message of this version"),
+        (lambda data: data.replace(b'"int64"', b'"uint8"'), "uint8 does not travel as int32"),
+        (lambda data: _frame(b"[" * 100_000), "a message of this version"),
+        (lambda _: _frame(packed(terms())[17:].replace(b'"temperature":1.0', b'"temperature":1e999')), "finite number"),
+        (lambda data: _frame(data[17:60]), "a message of this version"),
+        (lambda data: b"GSTR\x01" + b"\xff" * 12, "got 4294967295 and 18446744073709551615"),
     ],
 )
 def test_what_is_no_frame_is_refused(change: Any, said: str) -> None:

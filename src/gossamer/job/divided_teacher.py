@@ -33,6 +33,7 @@ from gossamer.run.remote_teacher.served import ServedTeacher
 from gossamer.run.remote_teacher.stage import PlaceBefore, TeacherStage
 from gossamer.spec.errors import BadInput, bad_input
 
+_DIGITS = 6  # of a number of stages
 _TOKENS = 8  # of the rows that the first trace runs on
 _WORDS = {  # what the errors of a training in stages say, and what a teacher's stage calls it
     "plan.cuts": "--cuts",
@@ -54,7 +55,7 @@ class AskedStage:
     def parse(cls, written: str, cuts: str = "") -> AskedStage:
         """Return what I/N and a list of units stand for. Raises BadInput."""
         first, slash, last = written.partition("/")
-        fits = slash and all(one.isascii() and one.isdecimal() for one in (first, last))
+        fits = slash and all(one.isascii() and one.isdecimal() and len(one) <= _DIGITS for one in (first, last))
         if not fits or not 1 <= int(first) <= int(last):
             raise bad_input(
                 wanted="the number of a stage, from 1, and how many there are, such as 1/2",
@@ -158,7 +159,7 @@ def _stage_of(
         digest=digest,
         held_bytes=held_bytes(module),
         whole_bytes=whole_bytes,
-        remarks=(f"it was built {construction.reason}, and then given back",) if construction.reason else (),
+        remarks=_remarks(construction.reason, sorted(provider.read_whole)),
     )
 
 
@@ -167,6 +168,15 @@ def _cuts(flow: DataFlow, outline: nn.Module, asked: AskedStage) -> SplitPoints:
     if asked.cuts:
         return given_split(asked.cuts, asked.stages, flow, outline)
     return balanced_split(flow, asked.stages, costs={call.unit: float(call.parameter_bytes) for call in flow.calls})
+
+
+def _remarks(built: str, read: Sequence[str]) -> tuple[str, ...]:
+    """Return what is said where the whole model was in memory. `built`: why; `read`: tensors that no file names."""
+    remarks = [f"it was built {built}, and then given back"] if built else []
+    if read:
+        many = f" and {len(read) - 1} more" if len(read) > 1 else ""
+        remarks.append(f"the whole model was read, and then given back: no file has {read[0]}{many} by that name")
+    return tuple(remarks)
 
 
 def _first_held(parts: Sequence[StageSpec], mine: StageSpec, names: Collection[str]) -> frozenset[str]:

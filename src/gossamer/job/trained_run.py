@@ -126,8 +126,9 @@ class CheckpointedSource(WrappedSource):
     def has_weights(self) -> bool:
         return True
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         read_part(module, names, self.found)
+        return frozenset()
 
     def fingerprint(self) -> str:
         files = (one for one in self.found.folder.rglob("*") if one.is_file())

@@ -49,16 +49,17 @@ class AdaptedSource(WrappedSource):
     def has_weights(self) -> bool:
         return self.inner.has_weights and not self.adapter.replaces_layers
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         """Read the weights of the base, then draw the adapter's tensors, which may follow from these weights."""
         if self.adapter.replaces_layers:
-            return
+            return frozenset()
         own = {one.name: one.tensor for one in adapter_tensors(module)}
-        self.inner.load(module, names - own.keys(), seed=seed)
+        whole = self.inner.load(module, names - own.keys(), seed=seed)
         for name in names & own.keys():
             give(module, name, torch.empty(own[name].shape, dtype=own[name].dtype))
         redraw(module, self.adapter, names & own.keys(), seed)
         self.adapter.place_masks(module, self.start, names)
+        return whole
 
     def base_digest(self, seed: int) -> str:
         base = [self.inner.fingerprint(), None if self.inner.has_weights else seed]

@@ -108,8 +108,8 @@ class QuantizedFolderSource(WrappedSource):
     def has_weights(self) -> bool:
         return True
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
-        pass
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
+        return frozenset()
 
     def files(self) -> Files:
         own = (one for one in self.folder.path.iterdir() if one.is_file() and one.name not in _BESIDE)

@@ -39,8 +39,8 @@ class QuantizedSource(WrappedSource):
     def has_weights(self) -> bool:
         return False
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
-        pass
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
+        return frozenset()
 
     def fingerprint(self) -> str:
         return digest([self.inner.fingerprint(), self.format])
@@ -64,8 +64,8 @@ class GgufBlocksSource(WrappedSource):
     def has_weights(self) -> bool:
         return False
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
-        pass
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
+        return frozenset()
 
     def fingerprint(self) -> str:
         return digest([self.inner.fingerprint(), "blocks"])

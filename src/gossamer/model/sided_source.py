@@ -34,16 +34,17 @@ class SidedSource(WrappedSource):
         attach(module, self.side, seed)
         return module
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         own = dict(side_tensors(module))
         route = module._modules.pop(CHILD)  # the source inside knows a model without it
         try:
-            self.inner.load(module, names - own.keys(), seed=seed)
+            whole = self.inner.load(module, names - own.keys(), seed=seed)
         finally:
             module._modules[CHILD] = route
         for name in names & own.keys():
             give(module, name, torch.empty(own[name].shape, dtype=own[name].dtype))
         redraw(module, names & own.keys(), seed)
+        return whole
 
     def base_digest(self, seed: int) -> str:
         return digest([self.inner.fingerprint(), None if self.inner.has_weights else seed])

@@ -45,7 +45,7 @@ class StartedSource(WrappedSource):
     def has_weights(self) -> bool:
         return True
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         """Read the weights named in `names`, and the persistent buffers, which every rank holds."""
         added = {one.name for one in adapter_tensors(module)}  # which the folder does not have
         shapes = {name: shape for name, shape in state_shapes(module).items() if name not in added}
@@ -54,6 +54,7 @@ class StartedSource(WrappedSource):
         for name in shapes:
             if name in names or name not in parameters:
                 give(module, name, self.folder.tensor(name))
+        return frozenset()
 
     def files(self) -> Files:
         """Return the files that the model names, else those of the start folder."""

@@ -48,8 +48,8 @@ class WrappedSource(ModelSource):
     def has_weights(self) -> bool:
         return self.inner.has_weights
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
-        self.inner.load(module, names, seed=seed)
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
+        return self.inner.load(module, names, seed=seed)
 
     def files(self) -> Files:
         return self.inner.files()

@@ -9,6 +9,7 @@ and the passes are used. So the bytes do not depend on which of both ran, and ra
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from gossamer.ops import quantize as integer
 SWITCH = "GOSSAMER_TRITON"  # 0: passes of torch everywhere
 DEVICES = ("cuda",)  # types of devices that have kernels
 _MOST_BLOCK = 8192  # numbers of a block that a kernel holds
+_TURN = threading.Lock()  # of threads that compile and compare: the first one does it for all
 _PASSES: dict[str, Callable[..., Any]] = {
     "quantize": integer.quantize,
     "dequantize": integer.dequantize,
@@ -102,9 +104,16 @@ class _Kind:
 def _chosen(kind: _Kind, x: Tensor, written: Tensor | None = None) -> Callable[..., Any]:
     """Return what computes an operation on x. `written`: a tensor that it writes to, where it lies."""
     has_kernel = x.device.type in DEVICES and kind.block <= _MOST_BLOCK and os.environ.get(SWITCH) != "0"
-    if not has_kernel or (written is not None and written.shape[-1] > 1 and written.stride(-1) != 1):
+    if not has_kernel or (written is not None and not _is_rows(written)):
         return _PASSES[kind.operation]
-    return _compared(kind, x.device) or _PASSES[kind.operation]
+    with _TURN:
+        kernel = _compared(kind, x.device)
+    return kernel or _PASSES[kind.operation]
+
+
+def _is_rows(t: Tensor) -> bool:
+    """Return whether t is (rows, numel) where it lies, with neighbors side by side: a kernel writes to no copy."""
+    return (t.dim() <= 2 or t.is_contiguous()) and (t.shape[-1] <= 1 or t.stride(-1) == 1)
 
 
 @cache

@@ -78,6 +78,7 @@ class OriginSource(ModelProvider):
     origin: ModelSource
     seed: int
     ranks: int = 1
+    read_whole: frozenset[str] = frozenset()  # tensors of parts for which the whole model was read
     _digests: dict[str, int] = field(default_factory=dict, repr=False)
     _before: Snapshot | None = field(default=None, repr=False)  # the user's code, before its constructor first ran
 
@@ -130,7 +131,7 @@ class OriginSource(ModelProvider):
                     "the same operators in every call"
                 ) from None
             return None
-        self.origin.load(module, holds, seed=self.seed)
+        self.read_whole |= self.origin.load(module, holds, seed=self.seed)
         check_held(module, holds)
         buffers = frozenset(name for name, _ in module.named_buffers())
         self._keep({"": skeleton.tape} | digests_of(module, holds | buffers))

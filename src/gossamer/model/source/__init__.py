@@ -68,11 +68,12 @@ class ModelSource(ABC):
         """Return whether there are weights to load: then `load` fills all tensors that it is asked for."""
 
     @abstractmethod
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         """Read the weights named in `names` (first names, where tied), and no others, into a module from `bare`.
 
         The module's parameters need not have memory. Does nothing if there are no weights. `seed`: that of `bare`, for
-        tensors that no file holds. Raises BadInput.
+        tensors that no file holds. Returns the names for which the whole model was read, as files hold them by other
+        names. Raises BadInput.
         """
 
     @abstractmethod

@@ -87,8 +87,8 @@ class Factory(ModelSource):
     def has_weights(self) -> bool:
         return False
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
-        pass
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
+        return frozenset()
 
     def files(self) -> Files:
         return {}

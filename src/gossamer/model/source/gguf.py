@@ -98,7 +98,7 @@ class Gguf(ModelSource):
         with kit.quietly(_KEY, wanted=f"the blocks of a {self._config.model_type} in {self.of}"), without_words():
             return put_layers(importlib.import_module("gguf").GGUFReader(str(self._file)), module)
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         first = {name: group[0] for group in tied_names(module) for name in group}
         wanted = frozenset(name for name in module.state_dict() if first.get(name, name) in names)
         missing = {first.get(name, name) for name in wanted}
@@ -116,6 +116,7 @@ class Gguf(ModelSource):
                 do="give a complete file of a model that transformers knows, or its safetensors by model.hf",
                 key=_KEY,
             )
+        return frozenset()
 
     def files(self) -> Files:
         """Return the tokenizer in the file, in the files that transformers writes."""

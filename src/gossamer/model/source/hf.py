@@ -101,15 +101,16 @@ class Hf(ModelSource):
         with seeded(seed), kit.quietly(_KEY, wanted=f"to build {self.describe()}") as transformers:
             return kit.fresh(transformers, self._config, self.dtype)
 
-    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> None:
+    def load(self, module: nn.Module, names: frozenset[str], *, seed: int) -> frozenset[str]:
         """Read weights by name if files name tensors as the model does; else (fused experts) read the model once."""
         if not self.has_weights:
-            return
+            return frozenset()
         assert self._directory is not None
         if missing := load_safetensors(self._directory, module, names):
             whole = self.build(0).state_dict()
             for name in missing:
                 give(module, name, whole[name])
+        return missing
 
     def files(self) -> Files:
         if self._directory is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 from torch import Tensor
 
 from gossamer.process.json_lines import Said, read_line
@@ -53,6 +53,12 @@ class Part(Said):
     dtype: DType
     sent: DType
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=1 << 40)], ...], Field(max_length=8)]
+
+    @model_validator(mode="after")
+    def _is_sent_so(self) -> Part:
+        if self.sent != self.dtype and (self.dtype, self.sent) != ("int64", "int32"):
+            raise ValueError(f"{self.dtype} does not travel as {self.sent}")
+        return self
 
     @property
     def nbytes(self) -> int:

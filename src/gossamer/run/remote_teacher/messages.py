@@ -105,7 +105,7 @@ class Terms(Said):
 
     kind: Literal["terms"] = "terms"
     top_k: Count
-    temperature: Annotated[float, Field(gt=0)]
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     words: Count | None
     tile_tokens: Annotated[int, Field(ge=1)]
     precision: Literal["fp32", "bf16", "fp16"]

@@ -33,6 +33,7 @@ class ServedTeacher:
         self.module = module.eval().requires_grad_(False).to(device)
         self.facts, self.device, self.stage = facts, device, stage
         self._undo, self._without = _nothing, ""
+        self._words = _words_of(self.module if stage is None else stage.outline)
         if self.is_last:
             self._undo, self._without = watched(self.module, is_declared=stage is not None)
 
@@ -82,9 +83,13 @@ class ServedTeacher:
         return Ready(width=width, hidden=hidden, compute=str(compute), names=reading.names), sent
 
     def asked(self, reading: Reading, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what of a question goes into the forward. Raises WireMismatch for one that has less."""
+        """Return what of a question goes into the forward. Raises WireMismatch for one that has less, and for tokens
+        that the teacher does not have: on a GPU these would end it for all students.
+        """
         if missing := [name for name in reading.names if name not in batch]:
             raise WireMismatch(f"wanted a batch with {', '.join(reading.names)}, got none of {', '.join(missing)}")
+        if (ids := batch.get("input_ids")) is not None and self._words is not None:
+            _check_tokens(ids, self._words)
         return {name: batch[name] for name in reading.names}
 
     def answer(
@@ -136,6 +141,22 @@ class ServedTeacher:
 
 def _nothing() -> None:
     pass
+
+
+def _words_of(module: nn.Module) -> int | None:
+    """Return the number of words that a model looks up, None where it declares no table of them."""
+    try:
+        table = module.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
+def _check_tokens(ids: Tensor, words: int) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise WireMismatch(f"wanted input_ids of integers, got {ids.dtype}")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < words:
+        raise WireMismatch(f"wanted tokens from 0 to {words - 1:,}, got {int(ids.min()):,} to {int(ids.max()):,}")
 
 
 def _known(rows: HeadRows, terms: Terms) -> KnownWords:

@@ -119,6 +119,7 @@ class TeacherServer:
             link.close()
 
     def _student(self, link: FrameSocket, host: str) -> None:
+        who, how = f"a student at {host}", "was refused"
         try:
             session = self._greeted(link)
             with self._lock:
@@ -126,7 +127,7 @@ class TeacherServer:
                 number = self.done.students
             terms = session.reading.terms
             kind = f"its {terms.top_k} most probable words" if terms.top_k else "rows of hidden states"
-            who = f"student {number} at {host}"
+            who, how = f"student {number} at {host}", "was told"
             if terms.part is not None:
                 who, kind = f"stage {terms.part.stage} at {host}, for student {number},", "what it receives"
             self.tell(f"{who} asks for {kind}")
@@ -136,7 +137,7 @@ class TeacherServer:
                 self.tell(f"{who} left")
         except (BadInput, RunFailed) as error:
             self._refuse(link, error)
-            self.tell(f"a student at {host} was refused: {_plain(error)}")
+            self.tell(f"{who} {how}: {_plain(error)}")
         except OSError:  # it left, or the server ends
             pass
         finally:

@@ -36,6 +36,7 @@ from gossamer.run.staged_model import boundary_of
 from gossamer.spec.errors import WireMismatch, bad_input
 
 _MOST_TENSORS = 64  # of a frame
+_MOST_KINDS = 256  # of batches whose data flow is kept
 _KEY = "train.loss"
 _TURN = threading.RLock()  # traces and stages of one process share the tensors without elements of torch
 Received = Mapping[CallOutput, Tensor]
@@ -91,6 +92,8 @@ class TeacherStage:
             run = partial(_logits, reading.precision, self.device, reading.terms.dims)
             self._ways[key] = InputVariants(self.outline, run, self.cuts)
         with _TURN:
+            if len(self._ways[key].known) >= _MOST_KINDS:
+                self._ways[key].known.clear()
             flow, parts = self._ways[key].of(batch, training=False)
         mine = parts[self.part.stage - 1]
         if len(mine.sends) > _MOST_TENSORS:
