@@ -206,6 +206,34 @@ class Burst(Causal):
         self.layers[2] = Unrooted(first)
 
 
+class Root(nn.Module):
+    """What adds the root of 0: a finite value, with a gradient that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y + torch.sqrt(y - y.detach())
+
+
+class Rooted(Causal):
+    """The gradient of its last block is nan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = Root()
+
+
+class Spoilt(Causal):
+    """Begins with a nan in its last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.layers[3].bias, float("nan"))
+
+
 class Thin(Causal):
     """Parameters of fewer rows than there are ranks."""
 
@@ -550,6 +578,8 @@ def train(
         "doubles": lambda: Marks().double(),
         "thin": Thin,
         "burst": Burst,
+        "rooted": Rooted,
+        "spoilt": Spoilt,
         "burst later": lambda: Burst(2),
         "habits": Habits,
         "halves": lambda: Causal().bfloat16(),
