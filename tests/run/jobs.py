@@ -730,6 +730,24 @@ def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> d
         return train(seat, **given)
 
 
+def train_with_dead_updater(seat: Seat, **given: Any) -> dict[str, Any]:
+    """As `train`, where the update process of rank 1 is killed as it is to get its third mean."""
+    from unittest.mock import patch
+
+    from gossamer.sharding import TieredStates
+
+    taken, take = [0], TieredStates.take
+
+    def killing(self: TieredStates, *mean: Any) -> Any:
+        taken[0] += 1
+        if seat.rank == 1 and taken[0] == 3:
+            os.kill(self.updater.link.process.pid, signal.SIGKILL)
+        return take(self, *mean)
+
+    with patch.object(TieredStates, "take", killing):
+        return train(seat, **given)
+
+
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:
     """As `train`, on two hosts whose links are found to be those of `islands`."""
     from gossamer.autotune import exchange_selection

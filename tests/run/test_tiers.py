@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -124,6 +125,13 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
 
 
 DIVIDED = {"shard_group": "all"}
+
+
+def pointed(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # of a process that has just ended
+        return ""
 
 
 def combined(*values: Iterable[Any], by_day: list[tuple[Any, ...]]) -> list[Any]:
@@ -314,6 +322,22 @@ def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
     ours = pool.run("run.jobs:train_in_small_buckets", 2, sections=asked, resume=True, **given)
     assert ours[0]["digest"] == ours[1]["digest"] == whole[0]["digest"]
     assert list((tmp_path / "tiers").iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals as on Linux")
+@pytest.mark.parametrize(("keys", "clip"), [({}, 0.0), (DIVIDED, 0.5)])
+def test_a_killed_update_process_of_one_rank_is_named_there_and_no_other_is_left(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
+) -> None:
+    asked = sections(tmp_path, clip=clip, tiers={**keys, "update": "process"})
+    given = {"folder": str(tmp_path), "steps": 5, "kind": "causal"}
+    told = pool.attempt("run.jobs:train_with_dead_updater", 2, sections=asked, **given)
+    assert [one["kind"] for one in told] == ["PeerLost", "RunFailed"]
+    named = re.search(r"update process of this rank \(process (\d+)\) ended with signal SIGKILL", told[1]["error"])
+    assert named is not None and not Path(f"/proc/{named[1]}").exists()
+    files = {str(one) for one in (tmp_path / "tiers").glob("*.tier")}
+    assert not [one for one in Path("/proc").glob("[0-9]*/fd/*") if one.is_symlink() and pointed(one) in files]
 
 
 @pytest.mark.nightly
