@@ -208,6 +208,17 @@ def test_ranks_with_unequal_shares(pool: Pool, tmp_path: Path, keys: dict[str, A
     assert plan["rows"] == [2, 6] and plan["microbatches"] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "saver",
+    [{"fp8_activations": {}}, pytest.param({"activation_swap": {}}, marks=pytest.mark.nightly)],
+)
+def test_savers_read_weights_that_other_ranks_have(pool: Pool, tmp_path: Path, saver: dict[str, Any]) -> None:
+    """What they keep for backward is the same, though weights are read anew for that."""
+    if "activation_swap" in saver:
+        saver = {"activation_swap": {"host": "8MB", "file": "64MB", "directory": str(tmp_path / "swap")}}
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, kind="causal", plan={"savers": [saver]}, tiers=DIVIDED)
+
+
 def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
     """With states on all ranks; where ranks divide them it is the most that a step may send."""
     for name, keys in (("none", {}), ("all", DIVIDED)):

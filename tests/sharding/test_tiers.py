@@ -350,7 +350,7 @@ def closed_after(folder: Path, steps: int) -> None:
     """A run of one rank with shard_group all, whose files stay as those of one that is killed after its last step."""
     limits = {"device": "64MB", "host": "64MB", "file": "64MB", "shard_group": "all"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gossamer.sharding._tiered_states._remove", lambda path: None)
+        patched.setattr("gossamer.sharding._tiered_states.remove_files", lambda path: None)
         trained(folder, Blocks(), limits, steps=steps)
 
 
