@@ -43,6 +43,8 @@ EXACT = (
     "recompute",
     "cut cross-entropy",
     "verification",
+    "states in tiers",
+    "states in tiers, divided",
 )
 SPLIT = ("pipeline stages", "uneven stages", "unequal batch fractions")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -82,10 +84,19 @@ def pair_of(one: str, other: str) -> Pair | None:
         return None
     fractions = config.plan.batch_fractions
     shares: Mapping[str, Sections] = {"unequal batch fractions": {"plan": {"batch_fractions": fractions}}}
-    written = {f.name: shares.get(f.name, f.sections) for f in features}
+    written = {f.name: shares.get(f.name, _here(f.sections)) for f in features}
     found = Pair((one, other), written, config.machines.islands)
     apart = Pair((one, other), written, PAIRS)
     return apart if {one, other} & {*SYNCS, *ISLANDS} and _is_planned(apart) else found
+
+
+def _here(sections: Sections) -> Sections:
+    """Return the sections of a feature with tiers, where there are any, in a directory of this process."""
+    asked = sections.get("plan", {}).get("sharding")
+    if not isinstance(asked, dict) or "tiers" not in asked:
+        return sections
+    there = {**asked["tiers"], "directory": f"{tempfile.gettempdir()}/gossamer-pairs-{os.getpid()}"}
+    return {**sections, "plan": {**sections["plan"], "sharding": {"tiers": there}}}
 
 
 def _is_planned(pair: Pair) -> bool:

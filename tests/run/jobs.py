@@ -206,6 +206,34 @@ class Burst(Causal):
         self.layers[2] = Unrooted(first)
 
 
+class Root(nn.Module):
+    """What adds the root of 0: a finite value, with a gradient that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y + torch.sqrt(y - y.detach())
+
+
+class Rooted(Causal):
+    """The gradient of its last block is nan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3] = Root()
+
+
+class Spoilt(Causal):
+    """Begins with a nan in its last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.layers[3].bias, float("nan"))
+
+
 class Thin(Causal):
     """Parameters of fewer rows than there are ranks."""
 
@@ -550,6 +578,8 @@ def train(
         "doubles": lambda: Marks().double(),
         "thin": Thin,
         "burst": Burst,
+        "rooted": Rooted,
+        "spoilt": Spoilt,
         "burst later": lambda: Burst(2),
         "habits": Habits,
         "halves": lambda: Causal().bfloat16(),
@@ -697,6 +727,24 @@ def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> d
         patch.object(TieredStates, "begin", counting),
         patch.object(TieredStates, "take", dying),
     ):
+        return train(seat, **given)
+
+
+def train_with_dead_updater(seat: Seat, **given: Any) -> dict[str, Any]:
+    """As `train`, where the update process of rank 1 is killed as it is to get its third mean."""
+    from unittest.mock import patch
+
+    from gossamer.sharding import TieredStates
+
+    taken, take = [0], TieredStates.take
+
+    def killing(self: TieredStates, *mean: Any) -> Any:
+        taken[0] += 1
+        if seat.rank == 1 and taken[0] == 3:
+            os.kill(self.updater.link.process.pid, signal.SIGKILL)
+        return take(self, *mean)
+
+    with patch.object(TieredStates, "take", killing):
         return train(seat, **given)
 
 

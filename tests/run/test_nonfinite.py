@@ -78,6 +78,10 @@ def test_what_is_not_seen_is_said_so() -> None:
     assert "the loss function" in NonFiniteCause().told(math.nan) and "was repeated" in NonFiniteCause().told(1.0)
 
 
+LIMITS = {"device": "64MB", "host": "64MB", "file": "64MB"}
+TIERS, DIVIDED = ({"sharding": {"tiers": {**LIMITS, "shard_group": one}}} for one in ("none", "all"))
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "plan", "named"),
     [
@@ -85,11 +89,18 @@ def test_what_is_not_seen_is_said_so() -> None:
         ("burst", 2, {}, "the first value that is not finite is the output of layers.2 on rank 0"),
         ("burst", 3, {"mesh": {"pipe": 3}}, "the first value that is not finite is the output of layers.2 on rank 1"),
         ("small", 2, {}, "has values in scale that are not finite"),
+        ("burst", 2, {"sharding": "zero3"}, "the first value that is not finite is the output of layers.2 on rank 0"),
+        ("burst", 2, TIERS, "the first value that is not finite is the output of layers.2 on rank 0"),
+        ("small", 2, DIVIDED, "has values in scale that are not finite"),
+        ("rooted", 2, DIVIDED, "the first gradient in the backward pass that is not finite is that of layers.3.inner"),
+        ("spoilt", 2, DIVIDED, "parameter or buffer layers.3.bias on rank"),
     ],
 )
 def test_a_first_step_does_not_blame_the_learning_rate(
     pool, tmp_path: Path, kind: str, ranks: int, plan: dict, named: str
 ) -> None:
+    if "tiers" in plan.get("sharding", {}):
+        plan = {"sharding": {"tiers": {**plan["sharding"]["tiers"], "directory": str(tmp_path / "tiers")}}}
     sections = {"train": {"on_nonfinite": "stop", "prove": "never"}, "plan": plan}
     bad = {"bads": list(range(64))} if kind == "small" else {}
     ends = [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,19 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
 DIVIDED = {"shard_group": "all"}
 
 
+def pointed(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # of a process that has just ended
+        return ""
+
+
+def combined(*values: Iterable[Any], by_day: list[tuple[Any, ...]]) -> list[Any]:
+    """Return all combinations of `values` as parameters of a test; those that are not of `by_day` run nightly."""
+    chosen = itertools.product(*values)
+    return [pytest.param(*one, marks=[] if one in by_day else pytest.mark.nightly) for one in chosen]
+
+
 def beside_plain(
     pool: Pool, folder: Path, ranks: int, *, clip: float, train: dict[str, Any] | None = None, **given: Any
 ) -> None:
@@ -148,9 +164,10 @@ def beside_plain(
     assert list((folder / "tiers").iterdir()) == []
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "thin"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "clip"),
+    combined([2, 3], ["gpt2", "llama", "thin"], [0.0, 0.5], by_day=[(2, "gpt2", 0.5), (3, "thin", 0.0)]),
+)
 def test_ranks_that_divide_states_are_plain_training_on_as_many(
     pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
 ) -> None:
@@ -158,8 +175,15 @@ def test_ranks_that_divide_states_are_plain_training_on_as_many(
     beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=4, tiers=DIVIDED)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize(("ranks", "kind"), [(2, "gpt2"), (3, "llama"), (3, "branches"), (2, "sometimes")])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "clip"),
+    combined(
+        [2, 3],
+        ["gpt2", "llama", "branches", "sometimes"],
+        [0.0, 0.5],
+        by_day=[(3, "branches", 0.5), (2, "sometimes", 0.0)],
+    ),
+)
 def test_several_ranks_are_plain_training_on_as_many(
     pool: Pool, tmp_path: Path, ranks: int, kind: str, clip: float
 ) -> None:
@@ -167,8 +191,7 @@ def test_several_ranks_are_plain_training_on_as_many(
     beside_plain(pool, tmp_path, ranks, kind=kind, clip=clip, steps=5)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize(("keys", "clip"), combined([{}, DIVIDED], [0.0, 0.5], by_day=[({}, 0.0), (DIVIDED, 0.5)]))
 def test_a_step_that_one_rank_spoils_is_rejected_on_all(
     pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
 ) -> None:
@@ -185,6 +208,17 @@ def test_ranks_with_unequal_shares(pool: Pool, tmp_path: Path, keys: dict[str, A
     assert plan["rows"] == [2, 6] and plan["microbatches"] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    "saver",
+    [{"fp8_activations": {}}, pytest.param({"activation_swap": {}}, marks=pytest.mark.nightly)],
+)
+def test_savers_read_weights_that_other_ranks_have(pool: Pool, tmp_path: Path, saver: dict[str, Any]) -> None:
+    """What they keep for backward is the same, though weights are read anew for that."""
+    if "activation_swap" in saver:
+        saver = {"activation_swap": {"host": "8MB", "file": "64MB", "directory": str(tmp_path / "swap")}}
+    beside_plain(pool, tmp_path, 2, clip=0.5, steps=4, kind="causal", plan={"savers": [saver]}, tiers=DIVIDED)
+
+
 def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
     """With states on all ranks; where ranks divide them it is the most that a step may send."""
     for name, keys in (("none", {}), ("all", DIVIDED)):
@@ -196,25 +230,37 @@ def test_bytes_of_a_step_are_the_forecast(pool: Pool, tmp_path: Path) -> None:
             assert sent == forecast["0>1"] if not keys else forecast["0>1"] // 2 < sent <= forecast["0>1"]
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks_and_without_tiers(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "turns",
+    [
+        ("divided", "tiered", "plain"),
+        *(
+            pytest.param(one, marks=pytest.mark.nightly)
+            for one in (("tiered",) * 3, ("divided",) * 3, ("tiered", "plain", "divided"))
+        ),
+    ],
+)
+def test_a_run_goes_on_with_other_numbers_of_ranks_and_without_tiers(
+    pool: Pool, tmp_path: Path, turns: tuple[str, ...]
+) -> None:
     """With tiers as without: on 2 ranks, then 1, then 2."""
     digests = []
-    plain = {"train": {"max_grad_norm": 0.0}, "plan": {"exchange": "dense"}}
-    tiered, divided = sections(tmp_path, clip=0.0), sections(tmp_path, clip=0.0, tiers=DIVIDED)
-    for name, asked in enumerate(
-        ((plain,) * 3, (tiered,) * 3, (divided, divided, divided), (tiered, plain, divided), (divided, tiered, plain))
-    ):
-        for number, (ranks, given) in enumerate(zip((2, 1, 2), asked, strict=True)):
+    asked = {
+        "plain": {"train": {"max_grad_norm": 0.0}, "plan": {"exchange": "dense"}},
+        "tiered": sections(tmp_path, clip=0.0),
+        "divided": sections(tmp_path, clip=0.0, tiers=DIVIDED),
+    }
+    for name, those in (("a", turns), ("b", ("plain",) * 3)):
+        for number, (ranks, kind) in enumerate(zip((2, 1, 2), those, strict=True)):
             until = {"until": 2 * (number + 1), "resume": number > 0, "fresh_plan": True}
             found = pool.run(
-                "run.jobs:train", ranks, folder=str(tmp_path / f"{name}"), sections=given, steps=6, **until
+                "run.jobs:train", ranks, folder=str(tmp_path / name), sections=asked[kind], steps=6, **until
             )
         digests.append({one["digest"] for one in found})
     assert len(digests[0]) == 1 and all(one == digests[0] for one in digests)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize(("keys", "clip"), combined([{}, DIVIDED], [0.0, 0.5], by_day=[(DIVIDED, 0.0)]))
 def test_the_smallest_limits_of_several_ranks_work(
     pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
 ) -> None:
@@ -226,7 +272,9 @@ def test_the_smallest_limits_of_several_ranks_work(
         told = pool.attempt("run.jobs:train_in_small_buckets", 2, folder=str(tmp_path / "no"), sections=asked, **given)
         sizes = [re.search(rf"set {tier} to (\d+)", one["error"]) for one in told]
         assert all(sizes), told
-        limits[tier] = max((one[1] for one in sizes if one is not None), key=int)
+        found = {one[1] for one in sizes if one is not None}
+        assert len(found) == 1  # though files of divided states differ
+        limits[tier] = found.pop()
     assert not (tmp_path / "tiers").exists()
     asked = sections(tmp_path, clip=clip, tiers=limits)
     ours = pool.run("run.jobs:train_in_small_buckets", 2, folder=str(tmp_path / "a"), sections=asked, **given)
@@ -258,7 +306,7 @@ def test_several_ranks_hold_the_states_of_every_optimizer(
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals as on Linux")
-@pytest.mark.parametrize("keys", [{}, DIVIDED])
+@pytest.mark.parametrize("keys", [pytest.param({}, marks=pytest.mark.nightly), DIVIDED])
 def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
     pool: Pool, tmp_path: Path, keys: dict[str, Any]
 ) -> None:
@@ -285,6 +333,22 @@ def test_a_killed_rank_leaves_the_state_after_the_last_step_in_the_files(
     ours = pool.run("run.jobs:train_in_small_buckets", 2, sections=asked, resume=True, **given)
     assert ours[0]["digest"] == ours[1]["digest"] == whole[0]["digest"]
     assert list((tmp_path / "tiers").iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signals as on Linux")
+@pytest.mark.parametrize(("keys", "clip"), [({}, 0.0), (DIVIDED, 0.5)])
+def test_a_killed_update_process_of_one_rank_is_named_there_and_no_other_is_left(
+    pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float
+) -> None:
+    asked = sections(tmp_path, clip=clip, tiers={**keys, "update": "process"})
+    given = {"folder": str(tmp_path), "steps": 5, "kind": "causal"}
+    told = pool.attempt("run.jobs:train_with_dead_updater", 2, sections=asked, **given)
+    assert [one["kind"] for one in told] == ["PeerLost", "RunFailed"]
+    named = re.search(r"update process of this rank \(process (\d+)\) ended with signal SIGKILL", told[1]["error"])
+    assert named is not None and not Path(f"/proc/{named[1]}").exists()
+    files = {str(one) for one in (tmp_path / "tiers").glob("*.tier")}
+    assert not [one for one in Path("/proc").glob("[0-9]*/fd/*") if one.is_symlink() and pointed(one) in files]
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from gossamer import sharding
 from gossamer.comm.bucket import Layout
 from gossamer.comm.channel import Channel, Pending
 from gossamer.comm.channel.local import LocalChannel
+from gossamer.comm.comm_thread import CommStep
 from gossamer.partition.plan_file import make_plan
 from gossamer.run.tiers import _check_disks
 from gossamer.sharding import (
@@ -38,9 +40,9 @@ from gossamer.sharding import (
     tier_path,
 )
 from gossamer.sharding._tier_limits import TierAccount
-from gossamer.sharding._tier_shares import compacted
+from gossamer.sharding._tier_shares import UnitUnderWay, compacted
 from gossamer.spec.config import RunConfig
-from gossamer.spec.errors import BadInput, CheckpointMismatch, RunFailed
+from gossamer.spec.errors import BadInput, CheckpointMismatch, PeerLost, RunFailed
 from gossamer.spec.units import read_size
 from gossamer.store import tier_file
 from gossamer.store.checkpoint import open_checkpoint
@@ -348,7 +350,7 @@ def closed_after(folder: Path, steps: int) -> None:
     """A run of one rank with shard_group all, whose files stay as those of one that is killed after its last step."""
     limits = {"device": "64MB", "host": "64MB", "file": "64MB", "shard_group": "all"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gossamer.sharding._tiered_states._remove", lambda path: None)
+        patched.setattr("gossamer.sharding._tiered_states.remove_files", lambda path: None)
         trained(folder, Blocks(), limits, steps=steps)
 
 
@@ -390,6 +392,14 @@ def test_a_part_of_a_gradient_is_moved_to_its_start() -> None:
         flat = torch.arange(16.0)
         wanted = torch.cat([flat[at : at + count] for at, count in part] or [flat[:0]])
         assert torch.equal(compacted(flat, part), wanted)
+
+
+def test_a_rank_that_waits_for_weights_in_vain_says_what_it_waited_for() -> None:
+    read, step = Future[None](), CommStep([2])
+    read.set_result(None)
+    step.fail(PeerLost("rank 1 lost a peer"))
+    with pytest.raises(PeerLost, match=r"lost a peer. It had waited .* for the weights of layers.3.*host higher"):
+        UnitUnderWay(read, step, "layers.3").result()
 
 
 def rows_of_disks(rows: list[list[float]]) -> Channel:

@@ -181,7 +181,7 @@ def _trainer(
         ),
         descent=descent,
         nonfinite=NonFiniteSteps(
-            policy=NonFinitePolicy(train.on_nonfinite), scaling=scaling, stages=stages, replica=replica
+            policy=NonFinitePolicy(train.on_nonfinite), scaling=scaling, stages=stages, replica=replica, states=states
         ),
         verifier=_verifier(given, feed, replica, states),
         outer=outer,

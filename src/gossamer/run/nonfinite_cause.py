@@ -5,9 +5,10 @@ The step runs once more under observation: parameters, the batch, the output of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,22 +25,33 @@ _COLUMNS = ("stage", "parameter", "column", "given", "outcome", "gradient")  # o
 
 @dataclass(slots=True)
 class NonFiniteSite:
-    """The first module with a non-finite output in a step on one rank, by index in `module.modules()`; -1: none."""
+    """The first module with a non-finite output in a step on one rank, by index in `module.modules()`; -1: none.
+
+    `apart`: what this rank has of the parameters that are in memory only while their unit runs, by name.
+    """
 
     module: nn.Module
+    apart: Mapping[str, Tensor] = field(default_factory=dict)
     inner: int = _NOTHING  # the first module with a non-finite output; of nested ones the innermost
     is_given: bool = False  # whether its inputs were non-finite too
+    turned: set[str] = field(default_factory=set)  # parameters of which a gradient was non-finite
     _names: dict[int, int] = field(default_factory=dict)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Observe the outputs of all modules during the step that runs inside this context."""
+        """Observe the outputs of all modules, and the gradients, during the step that runs inside this context."""
         self._names = {id(inner): number for number, inner in enumerate(self.module.modules())}
-        handle = register_module_forward_hook(self._look, with_kwargs=True)
-        try:
+        with ExitStack() as hooks:
+            hooks.callback(register_module_forward_hook(self._look, with_kwargs=True).remove)
+            for name, param in self.module.named_parameters():
+                if param.requires_grad and not isinstance(param, AbsentTensor):
+                    hook = param.register_hook(functools.partial(self._turn, name))  # type: ignore[no-untyped-call]
+                    hooks.callback(hook.remove)
             yield
-        finally:
-            handle.remove()
+
+    def _turn(self, name: str, gradient: Tensor) -> None:
+        if _is_bad(gradient):
+            self.turned.add(name)
 
     def _look(self, inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.inner == _NOTHING and id(inner) in self._names and not _is_finite(tree_leaves(output)):
@@ -96,12 +108,14 @@ def cause_of(
     """Return the first non-finite value of a step that was watched; all ranks of the group must call it.
 
     `stage`: the first stage that this rank holds. Parameters and batch columns come before module inputs and outputs,
-    and earlier stages before later ones. Of gradients, the earliest in the backward pass counts.
+    and earlier stages before later ones. Of gradients, the earliest in the backward pass counts. `gradients` may lack
+    those that were taken over by what updates parameters; of these the ones seen count.
     """
-    held = {**dict(sight.module.named_parameters()), **dict(sight.module.named_buffers())}
+    held = {**dict(sight.module.named_parameters()), **dict(sight.module.named_buffers()), **sight.apart}
     inners = [name or "the model" for name, _ in sight.module.named_modules()]
     columns = list(rows[0]) if rows else []
     finite = {name: bool(gradients[name].isfinite().all()) for name in held if name in gradients}
+    finite |= dict.fromkeys(sight.turned - finite.keys(), False)
     order = list(held)
     mine = (
         float(stage),
@@ -109,7 +123,7 @@ def cause_of(
         float(next((n for n, name in enumerate(columns) if any(_is_bad(one[name]) for one in rows)), _NOTHING)),
         float(sight.inner if sight.is_given else _NOTHING),
         float(sight.inner if not sight.is_given else _NOTHING),
-        float(max((n for n, name in enumerate(order) if not finite.get(name, True)), default=_NOTHING)),
+        float(max((n for n, one in enumerate(order) if not finite.get(one, True)), default=_NOTHING)),
     )
     seen = [dict(zip(_COLUMNS, map(int, row), strict=True)) for row in ranks.gather(mine).tolist()]
     names = {"parameter": order, "column": columns, "given": inners, "outcome": inners, "gradient": order}

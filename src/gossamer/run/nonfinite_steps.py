@@ -10,6 +10,7 @@ from gossamer.run.nonfinite_cause import NonFiniteSite, Ranks, cause_of
 from gossamer.run.nonfinite_policy import NonFiniteAction, NonFinitePolicy
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.task import Task
+from gossamer.sharding import ShardedOptimizer
 from gossamer.sync import GradientReducer, StepAgreement
 
 
@@ -21,6 +22,7 @@ class NonFiniteSteps:
     scaling: LossScale
     stages: RankStages
     replica: GradientReducer
+    states: ShardedOptimizer
 
     def judge(self, agreement: StepAgreement) -> NonFiniteAction:
         """Return the action after one attempt at a step."""
@@ -33,7 +35,8 @@ class NonFiniteSteps:
         """
         if updates:
             return "Lower the learning rate, check the samples named in records.jsonl"
-        window, sight = task.window, NonFiniteSite(self.stages.engine.module)
+        apart = {name: own for name, (_, _, own) in self.states.sharded.items()}
+        window, sight = task.window, NonFiniteSite(self.stages.engine.module, apart)
         with sight.watching():
             again()
         level = "" if window.level == "all" else window.level

@@ -23,6 +23,7 @@ from gossamer.sharding import (
     ShardedOptimizer,
     TieredStates,
     TierLayout,
+    TierLimits,
     TierShares,
     TierUpdater,
     TiledWeight,
@@ -127,10 +128,9 @@ def tiers_of(
     limits = sharding.limits
     tiled = [one for one in tiled if one.name in walk.tiled]
     least = smallest_device(walk, params, tiled)
-    _check("device", least, limits.device.limit, "the weights of the largest unit, and those outside")
-    _check("host", least_host, limits.host.limit, "buffers, and the gradients that are open at once")
-    _check("file", layout.size_bytes, limits.file.limit, "weights and optimizer states, twice, and gradients")
     rank, ranks = channel.rank, len(channel.levels.everyone)
+    needed = _Needed.on_all(channel, least, least_host, layout.size_bytes)
+    needed.check(limits)
     remove_left_over(sharding.folder, ranks)
     _check_disks(channel, sharding.folder, layout.size_bytes)
     more = (limits.host.limit - least_host) // max(1, layout.window_bytes)
@@ -159,10 +159,41 @@ def tiers_of(
         pump=pump,
     )
     if ranks > 1:
-        everyone = gathered(channel, [found.rate, float(layout.size_bytes)])
-        found.rate = float(everyone[:, 0].min())  # all wait for the slowest in every step
-        found.largest_bytes = int(everyone[:, 1].max())
+        found.rate = float(gathered(channel, [found.rate]).min())  # all wait for the slowest in every step
+        found.largest_bytes = needed.file
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """The least bytes of each tier with which a step works, on the rank that needs most of it."""
+
+    device: int
+    host: int
+    file: int
+
+    @staticmethod
+    def on_all(channel: Channel, device: int, host: int, file: int) -> _Needed:
+        """Return the most that any rank needs, as files of divided states differ; all ranks must call it."""
+        mine = [float(device), float(host), float(file)]
+        most = mine if channel.levels.is_alone else gathered(channel, mine).amax(0).tolist()
+        return _Needed(*map(int, most))
+
+    def check(self, limits: TierLimits) -> None:
+        """Raise BadInput, on all ranks alike, for a limit below what is needed."""
+        _check("device", self.device, limits.device.limit, "the weights of the largest unit, and those outside")
+        _check("host", self.host, limits.host.limit, "buffers, and the gradients that are open at once")
+        _check("file", self.file, limits.file.limit, "weights and optimizer states, twice, and gradients")
+
+
+def _check(tier: str, needed: int, limit: int, what: str) -> None:
+    if needed > limit:
+        raise bad_input(
+            wanted=f"at least {needed} bytes ({show_bytes(needed)}) for {what}",
+            got=f"{limit} bytes",
+            do=f"set {tier} to {needed} or more",
+            key=f"plan.sharding.tiers.{tier}",
+        )
 
 
 def _check_disks(channel: Channel, folder: Path, size_bytes: int) -> None:
@@ -221,14 +252,4 @@ def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
             "warning",
             f"tiers: {sharding.folder} is on a network file system ({kind}): each step waits for the network, and "
             "a crash may lose what it has not written; give a directory on a disk of this machine",
-        )
-
-
-def _check(tier: str, needed: int, limit: int, what: str) -> None:
-    if needed > limit:
-        raise bad_input(
-            wanted=f"at least {needed} bytes ({show_bytes(needed)}) for {what}",
-            got=f"{limit} bytes",
-            do=f"set {tier} to {needed} or more",
-            key=f"plan.sharding.tiers.{tier}",
         )

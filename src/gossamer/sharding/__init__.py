@@ -19,19 +19,13 @@ from gossamer.sharding._holding import ElementBytes, Holding, RowShard, bytes_of
 from gossamer.sharding._row_partition import RowPartition, RowRange, rows_of
 from gossamer.sharding._sharded_optimizer import ShardedOptimizer, gather_traffic
 from gossamer.sharding._sharded_parameters import ShardedParameters
+from gossamer.sharding._tier_files import read_tiers, remove_left_over, tier_path
 from gossamer.sharding._tier_layout import TierGroup, TierLayout, TierTensor
 from gossamer.sharding._tier_limits import TierAccount, TierLimits
 from gossamer.sharding._tier_shares import TierShares
 from gossamer.sharding._tier_update import HostListener, TierUpdater, UpdateListener
 from gossamer.sharding._tiered_parameters import smallest_device
-from gossamer.sharding._tiered_states import (
-    TieredStates,
-    closing_order,
-    read_tiers,
-    remove_left_over,
-    smallest_host,
-    tier_path,
-)
+from gossamer.sharding._tiered_states import TieredStates, closing_order, smallest_host
 from gossamer.sharding._tile_reader import largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder

@@ -11,6 +11,7 @@ other instead of taking wrong weights.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from gossamer.comm.comm_thread import CommStep, CommThread
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, Rounds, Traffic
 from gossamer.sharding._row_partition import RowPart, RowPartition, RowRange
 from gossamer.sharding._unshard_order import LEVEL, UnshardOrder, UnshardUnit
-from gossamer.spec.errors import RunFailed
+from gossamer.spec.errors import PeerLost, RunFailed
+from gossamer.spec.units import show_seconds
 from gossamer.store.tier_file import paged
 
 _WORD = torch.int64  # in which units are combined
@@ -61,15 +63,16 @@ def unit_bytes(unit: UnshardUnit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UnitUnderWay:
-    """A unit of which this rank reads what it has, and then gets what others have."""
+    """A unit of which this rank reads what it has, and then gets what others have. `name`: of the unit."""
 
     read: Future[None]
     step: CommStep
+    name: str
 
     def result(self) -> None:
         """Wait until all weights are there. Raises what ended the read or the messages."""
         self.read.result()
-        self.step.result(0)
+        _meet(self.step, f"the weights of {self.name}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +97,13 @@ class WeightGather:
                 step.submit(0, self._completed(number, memory.view(_WORD)))
 
         read.add_done_callback(follow)
-        return UnitUnderWay(read, step)
+        return UnitUnderWay(read, step, self.names[number])
 
     def finish(self) -> None:
         """Learn that all ranks have run the same units, and read no more of them in this step. All ranks call it."""
         step = self.pump.begin([1])
         step.submit(0, self._met(len(self.names)))
-        step.result(0)
+        _meet(step, "all ranks to have run the same units")
 
     def _completed(self, number: int, memory: Tensor) -> Rounds:
         yield from self._met(number)
@@ -123,6 +126,19 @@ class WeightGather:
                 "plan.sharding.tiers.shard_group to none, with which each rank has all weights in its file"
             )
         return Outcome(numbers, None, ExchangeState())
+
+
+def _meet(step: CommStep, awaited: str) -> None:
+    """Wait for the only job of `step`. Raises what ended it; for a lost peer it says what was awaited."""
+    began = time.perf_counter()
+    try:
+        step.result(0)
+    except PeerLost as error:
+        raise PeerLost(
+            f"{error}. It had waited {show_seconds(time.perf_counter() - began)} for {awaited}. Where no rank ended "
+            "before, one runs other units than this rank, or waits for memory that plan.sharding.tiers.host limits: "
+            "set plan.sharding.tiers.shard_group to none, or host higher"
+        ) from error
 
 
 def compacted(flat: Tensor, part: RowPart) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +21,15 @@ from gossamer.ops.norm import row_norms
 from gossamer.optimizer import Optimizer
 from gossamer.sharding._group_updater import GroupUpdater, UpdateProgress, UpdateTerms
 from gossamer.sharding._row_partition import RowRange
+from gossamer.sharding._tier_files import layout_file, remove_files, tier_path, told_of
 from gossamer.sharding._tier_layout import WEIGHT, TierGroup, TierLayout, first_states
 from gossamer.sharding._tier_limits import TierLimits
 from gossamer.sharding._tier_shares import TierShares, compacted
 from gossamer.sharding._tiered_parameters import TieredParameters
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder
-from gossamer.spec.errors import CheckpointMismatch, RunFailed
-from gossamer.store.tier_file import TierFile, TierJournal, mapped_tensor, mixed_rate, not_in_use, page_buffer, paged
+from gossamer.spec.errors import RunFailed
+from gossamer.store.tier_file import TierFile, TierJournal, mixed_rate, page_buffer, paged
 
 _FIRST_BYTES = 4 << 20  # written at a time, before the first step
 _STUCK_S = 10.0  # without an update under way: nobody will give memory back
@@ -100,11 +100,11 @@ class TieredStates:
 
         file = TierFile.create(path, layout.size_bytes)
         with ExitStack() as undo:  # an open file stays locked, so that no other run of this process could have it
-            undo.callback(_remove, path)
+            undo.callback(remove_files, path)
             undo.callback(file.close)
             journal.remove()  # from here on the file holds no consistent state, until the first one is written
             rate = mixed_rate(file)
-            TierJournal(_layout_file(path)).write({"groups": [_told(group) for group in layout.groups]})
+            TierJournal(layout_file(path)).write({"groups": [told_of(group) for group in layout.groups]})
             params = dict(module.named_parameters())
             for group in layout.groups:
                 _write_first(group, params, rule, file, shares)
@@ -294,63 +294,8 @@ class TieredStates:
         self.updater.close()
         self.parameters.close()
         if not self.is_kept:
-            _remove(self.file.path)
+            remove_files(self.file.path)
         self.file.close()
-
-
-def tier_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's file; those beside it have other suffixes."""
-    return folder / f"rank-{rank:05d}.tier"
-
-
-def remove_left_over(folder: Path, ranks: int) -> None:
-    """Remove what a run of more than `ranks` ranks has left, as a run removes what the one before it left."""
-    for path in folder.glob("rank-*.tier"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdigit() and int(number) >= ranks and path == tier_path(folder, int(number)):
-            with not_in_use(path) as is_free:
-                if is_free:
-                    _remove(path)
-
-
-def read_tiers(folder: Path, rank: int = 0, updates: int = -1) -> tuple[int, dict[tuple[str, str], Tensor]]:
-    """Return what a run that was killed has left: the updates made, and by (parameter, slot) the tensors after them.
-
-    `rank`: whose file; with shard_group all it has some of the parameters, and empty tensors of the others. `updates`:
-    after as many: the last, or with shard_group all the one before it, by which a rank may be ahead of one that was
-    killed. The slot of a parameter itself is "". The tensors are mapped. Raises CheckpointMismatch where there is no
-    such state.
-    """
-    path = tier_path(folder, rank)
-    said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(_layout_file(path)).read()["groups"]
-    found, records, last = {}, list(said["records"]), said["updates"]
-    if updates == last - 1 and updates >= 0 and said["moved"]:
-        last = updates
-        for index in said["moved"]:
-            records[index] = 1 - records[index]
-    if updates not in (-1, last):
-        raise CheckpointMismatch(f"{path}: wanted the state after {updates} updates, it holds the one after {last}")
-    for group, record in zip(groups, records, strict=True):
-        for name, slot, shape, dtype, start in group["tensors"]:
-            at, kind = group["starts"][record] + start, getattr(torch, dtype)
-            found[name, slot] = mapped_tensor(path, at, tuple(shape), kind)
-    return last, found
-
-
-def _layout_file(path: Path) -> Path:
-    return path.with_suffix(".layout.json")
-
-
-def _remove(path: Path) -> None:
-    """Remove a tier file, its journal first: without one it holds nothing that counts."""
-    for one in (path.with_suffix(".json"), _layout_file(path), path):
-        one.unlink(missing_ok=True)
-
-
-def _told(group: TierGroup) -> dict[str, Any]:
-    """Return where the tensors of a group lie, for who reads the file without the run."""
-    tensors = [[t.name, t.slot, list(t.shape), str(t.dtype).removeprefix("torch."), t.start] for t in group.tensors]
-    return {"starts": list(group.starts), "tensors": tensors}
 
 
 def _write_first(

@@ -34,8 +34,8 @@ Unlike ZeRO-Infinity and Fuyou: two records of each bucket instead of one update
 Update:  by three threads of the rank, or by those of a process of its own (update: process), to which gradients go
 through shared memory. Its numbers are the same. Its interpreter costs about 150 MB, which no limit counts.
 Not for: stages, local updates, exchanges but dense, adapters, CUDA devices: these are refused. With shard_group all
-also savers but recompute, unequal numbers of micro-batches, and units that some ranks alone run: a step of such a model
-ends on all ranks with one error that names ranks and units.
+also the savers tiling and cut_cross_entropy, unequal numbers of micro-batches, and units that some ranks alone run: a
+step of such a model ends on all ranks with one error that names ranks and units.
 """
 
 from __future__ import annotations

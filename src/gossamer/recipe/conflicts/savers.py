@@ -52,7 +52,12 @@ def savers_with_layout(recipe: Recipe) -> BadInput | None:
             return bad_input(
                 wanted=f"parameters that are there all the time with {told(written)}",
                 got=f"plan.sharding {told(recipe.plan.sharding)}",
-                do="leave that saver out, or set plan.sharding to zero2",
+                do=f"leave that saver out, or set {_whole(recipe)}",
                 key=_KEY,
             )
     return None
+
+
+def _whole(recipe: Recipe) -> str:
+    """Return the setting with which parameters are whole where they are used."""
+    return "plan.sharding.tiers.shard_group to none" if recipe.sharding.is_tiered else "plan.sharding to zero2"
