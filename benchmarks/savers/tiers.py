@@ -2,6 +2,9 @@
 
 All of a run, its interpreter and its page cache included, is in one cgroup with a limit; where no cgroup can be made,
 the peak is that of the process's resident memory, and `setting` says so.
+
+The peer is DeepSpeed's ZeRO-Infinity with parameters and states in files, in an environment of its own, whose python
+TIERS_PEER names: it gets 1, 2, 4 and 8 GiB, and its row is that of the first limit in which it is not killed.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -24,10 +27,13 @@ from gossamer.spec.errors import BadInput, RunFailed
 from savers import Row
 
 NOT_QUICK = "states of 4 GiB in 1 GiB of memory: 12 GiB are moved in each step"
-LEFT_OUT = "DeepSpeed's offload: not run, see docs/howto/train_from_a_file.md"
+PYTHON = "TIERS_PEER"  # the python of an environment with deepspeed (and libaio, and a compiler)
+LEFT_OUT = f"DeepSpeed's offload: {PYTHON} names no environment with it"
 _SMALL = {"blocks": 4, "width": 512, "sequence": 64, "batch": 8, "steps": 6}  # 8.7 M parameters
 _LARGE = {"blocks": 32, "width": 1024, "sequence": 128, "batch": 4, "steps": 4}  # 269 M parameters
 _LIMIT = 1 << 30
+_PEER_LIMITS = tuple(_LIMIT << doubled for doubled in range(4))
+_KILLED = -9
 
 
 def rows(*, quick: bool) -> list[Row]:
@@ -40,7 +46,49 @@ def rows(*, quick: bool) -> list[Row]:
     if not quick:
         large = {"device": "112MiB", "host": "224MiB", "file": "7GiB"}
         found += [_row(_LARGE, {**large, "update": update}, clip=0.0) for update in ("threads", "process")]
+        if os.environ.get(PYTHON):
+            found.append(_peer_row(_LARGE))
     return found
+
+
+def _peer_row(shape: dict[str, int]) -> Row:
+    """Train under DeepSpeed, in the smallest of the limits in which it is not killed."""
+    python = os.environ[PYTHON]
+    beside = {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}"}  # ninja, which compiles its kernels
+    killed: list[int] = []
+    for limit in _PEER_LIMITS:
+        folder = tempfile.mkdtemp(prefix="deepspeed-tiers-", dir=os.environ.get("GOSSAMER_DISK"))
+        asked = {**shape, "folder": folder, "clip": 0.0, "threads": len(os.sched_getaffinity(0))}
+        try:
+            with _limited(limit) as group:
+                if group is None:
+                    raise RunFailed("tiers: the peer is measured where a cgroup can be made")
+                done = _called("_deepspeed_run.py", {**asked, "cgroup": str(group)}, python, beside)
+                peak = int((group / _PEAK).read_text())
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if done.returncode == _KILLED:
+            killed.append(limit)
+            continue
+        found = _said(done)
+        steps = [b - a for a, b in pairwise(found["ended"])]
+        return Row(
+            method="tiers",
+            peer="DeepSpeed ZeRO-Infinity",
+            setting=f"{found['parameters'] / 1e6:.1f} M parameters, AdamW, {found['dtype'].removeprefix('torch.')}, "
+            f"no clipping; all in a cgroup of {limit >> 30} GiB; parameters and states in files",
+            peak_bytes=peak,
+            planned_peak_bytes=limit,
+            step_s=median(steps[1:]),
+            loss=found["losses"][-1],
+            details={
+                "version": found["version"],
+                "killed_at_bytes": killed,
+                "seconds": steps,
+                "losses": found["losses"],
+            },
+        )
+    raise RunFailed(f"tiers: DeepSpeed was killed at every limit up to {_PEER_LIMITS[-1]} bytes")
 
 
 def _row(shape: dict[str, int], limits: dict[str, str] | None, *, clip: float) -> Row:
@@ -49,7 +97,7 @@ def _row(shape: dict[str, int], limits: dict[str, str] | None, *, clip: float) -
     asked = {**shape, "folder": folder, "clip": clip, "threads": threads, "resident": 64 << 20}
     asked["tiers"] = None if limits is None else {**limits, "directory": folder + "/tiers"}
     try:
-        with _limited(asked) as group:
+        with nullcontext() if limits is None else _limited(_LIMIT) as group:
             found = _run({**asked, "cgroup": str(group or "")})
             peak = int((group / _PEAK).read_text()) if group is not None else found["rss_peak"]
     finally:
@@ -83,7 +131,7 @@ def _row(shape: dict[str, int], limits: dict[str, str] | None, *, clip: float) -
             "device_peak_bytes": found["device_peak"],
             "host_peak_bytes": found["host_peak"],
             "states_bytes": 16 * parameters,
-            "left_out": LEFT_OUT,
+            **({} if os.environ.get(PYTHON) else {"left_out": LEFT_OUT}),
         },
     )
 
@@ -92,12 +140,12 @@ _PEAK = "memory.max_usage_in_bytes"
 
 
 @contextmanager
-def _limited(asked: dict[str, Any]) -> Iterator[Path | None]:
-    """Make a cgroup for a run with tiers; None where none can be made, and for plain training."""
+def _limited(limit: int) -> Iterator[Path | None]:
+    """Make a cgroup with so many bytes of memory; None where none can be made."""
     try:
         mount = cgroup.find("memory")
         prefix = f"gossamer-tiers-{os.getpid()}"
-        cgroup.make(mount, prefix, [cgroup.limit_files(_LIMIT, mount.version)])
+        cgroup.make(mount, prefix, [cgroup.limit_files(limit, mount.version)])
     except (BadInput, RunFailed, OSError):
         yield None
         return
@@ -105,17 +153,25 @@ def _limited(asked: dict[str, Any]) -> Iterator[Path | None]:
     if mount.version == 2:
         globals()["_PEAK"] = "memory.peak"
     try:
-        yield group if asked["tiers"] is not None else None
+        yield group
     finally:
         for one in (group, group.parent):
             one.rmdir()
 
 
 def _run(asked: dict[str, Any]) -> dict[str, Any]:
-    script = Path(__file__).with_name("_tiers_run.py")
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(asked)], capture_output=True, text=True, check=False, timeout=1800
-    )
+    return _said(_called("_tiers_run.py", asked, sys.executable, {}))
+
+
+def _called(
+    script: str, asked: dict[str, Any], python: str, beside: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    command = [python, str(Path(__file__).with_name(script)), json.dumps(asked)]
+    environment = {**os.environ, **beside}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800, env=environment)
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     if done.returncode:
         raise RunFailed(f"tiers: {done.stderr[-2000:]} (exit {done.returncode})")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
