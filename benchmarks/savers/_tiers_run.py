@@ -29,10 +29,10 @@ def cpu_seconds(pid: int) -> float:
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
 
     sys.path.append(str(Path(__file__).parents[1]))
+    from _tiers_model import Model, row
+
     import gossamer
     from gossamer.model.mapped_storage import mapped
     from gossamer.run.allocator import give_freed_memory_back
@@ -40,34 +40,12 @@ def run(asked: dict[str, Any]) -> dict[str, Any]:
     from gossamer.sharding import TieredStates
     from peak import resident_peak_bytes
 
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.relu(self.up(self.norm(x))))
-
-    class Model(nn.Module):
-        def __init__(self, blocks: int, width: int) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(256, width)
-            self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-            self.head = nn.Linear(width, 256, bias=False)
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(input_ids)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)  # activations are not in tiers
-            return self.head(x)
-
     class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
             return 256
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            ids = (index + torch.arange(asked["sequence"]) * 3) % 256
+            ids = row(index, asked["sequence"])
             return {"input_ids": ids, "labels": ids}
 
     marks: list[dict[str, float]] = []

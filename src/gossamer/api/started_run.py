@@ -53,9 +53,8 @@ def train_command(
     directory, resuming = run_directory(resolved, resume)
 
     def prepare(folder: RunDirectory) -> None:
-        if (
-            not resuming or folder.config() != resolved.config
-        ):  # `gossamer resume RUN key=value` on the launching machine
+        # Where the two differ, `gossamer resume RUN key=value` was typed on the launching machine.
+        if not resuming or folder.config() != resolved.config:
             keep_settings(folder, resolved)
         if plan is not None:
             _adopt_plan(plan, folder)

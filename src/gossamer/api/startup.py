@@ -40,8 +40,8 @@ def keep_settings(directory: RunDirectory, resolved: Resolved) -> None:
     """Write the configuration that a run starts or resumes with; its plan stays where the settings ask for the same."""
     before = directory.config() if directory.config_file.exists() else None
     directory.keep(resolved.config, resolved.origin)
-    if before is not None and directory.plan() is not None and asks_for_another_plan(before, resolved.config):
-        directory.plan_file.unlink(missing_ok=True)  # another host of a shared disk may have been first
+    if before is not None and asks_for_another_plan(before, resolved.config):
+        directory.plan_file.unlink(missing_ok=True)  # there may be none, or another host of a shared disk was first
 
 
 def _restore(files: Sequence[Path], before: Mapping[Path, bytes]) -> None:

@@ -42,9 +42,10 @@ def read_tiers(folder: Path, rank: int = 0, updates: int = -1) -> tuple[int, dic
     path = tier_path(folder, rank)
     said, groups = TierJournal(path.with_suffix(".json")).read(), TierJournal(layout_file(path)).read()["groups"]
     found, records, last = {}, list(said["records"]), said["updates"]
-    if updates == last - 1 and updates >= 0 and said["moved"]:
+    moved = said.get("moved", [])  # earlier versions, which had one rank, wrote none
+    if updates == last - 1 and updates >= 0 and moved:
         last = updates
-        for index in said["moved"]:
+        for index in moved:
             records[index] = 1 - records[index]
     if updates not in (-1, last):
         raise CheckpointMismatch(f"{path}: wanted the state after {updates} updates, it holds the one after {last}")

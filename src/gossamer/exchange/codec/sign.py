@@ -51,12 +51,12 @@ class Sign(Codec):
         return 4 * -(-numel // self.block_size) + -(-numel // 32) * 4
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
-        return self._encoded(x, None)
+        return self._encoded(x, key, None)
 
     def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
-        return self._encoded(x, lost)
+        return self._encoded(x, key, lost)
 
-    def _encoded(self, x: Tensor, lost: Tensor | None) -> Tensor:
+    def _encoded(self, x: Tensor, key: Key, lost: Tensor | None) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
         scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
         rows, room = as_rows(x), scratch(x, self.block_size)
@@ -70,13 +70,10 @@ class Sign(Codec):
         if not here_packs:
             pack_signs(x, *self._parts(out, x.shape[-1]), self.block_size, lost)
         elif lost is not None:
-            torch.sub(x, self._decoded(out, x.shape[-1]), out=lost)
+            torch.sub(x, self.decode(out, x.shape[-1], key), out=lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
-        return self._decoded(message, numel)
-
-    def _decoded(self, message: Tensor, numel: int) -> Tensor:
         scales, codes = self._parts(message, numel)
         return dequantize(codes, scales, self.block_size, bits=1, numel=numel)
 

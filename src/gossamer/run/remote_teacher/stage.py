@@ -219,20 +219,12 @@ def _check_equal(wanted: TeacherPart, found: TeacherPart, where: str) -> None:
             do="number the stages from 1 with --stage, and give each the address of the one before with --previous",
             key=_KEY,
         )
-    if found.source != wanted.source:
-        raise bad_input(
-            wanted=f"the same teacher in all stages, {wanted.source}",
-            got=f"{found.source} {where}",
-            do="give every stage the same files",
-            key=_KEY,
-        )
-    if found.cuts != wanted.cuts:
-        raise bad_input(
-            wanted=f"the same cuts in all stages, {', '.join(wanted.cuts)}",
-            got=f"{', '.join(found.cuts)} {where}",
-            do="give every stage the same --cuts, or none",
-            key=_KEY,
-        )
+    for same, ours, theirs, do in (
+        ("teacher", wanted.source, found.source, "give every stage the same files"),
+        ("cuts", ", ".join(wanted.cuts), ", ".join(found.cuts), "give every stage the same --cuts, or none"),
+    ):
+        if theirs != ours:
+            raise bad_input(wanted=f"the same {same} in all stages, {ours}", got=f"{theirs} {where}", do=do, key=_KEY)
 
 
 def received_by(way: tuple[DataFlow, StageSpec]) -> tuple[StageTensor, ...]:
