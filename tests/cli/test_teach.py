@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_named(capsys: pytest.CaptureFixture[str]) -> N
         port = taken.getsockname()[1]
         for given, said in (
             (("nowhere", f"127.0.0.1:{port}"), f"port {port} on 127.0.0.1 is in use"),
-            (("nowhere", f"127.0.0.1:{free_port()}"), "'nowhere', which does not exist"),
+            (("nowhere", f"127.0.0.1:{free_port()}"), "TEACHER: wanted the folder of a run"),
             (("nowhere", "127.0.0.1"), "--listen: wanted HOST:PORT"),
             (("tcp://10.0.0.1:1", f"127.0.0.1:{free_port()}"), "as the model itself is needed here"),
         ):

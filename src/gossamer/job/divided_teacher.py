@@ -37,6 +37,7 @@ _DIGITS = 6  # of a number of stages
 _TOKENS = 8  # of the rows that the first trace runs on
 _WORDS = {  # what the errors of a training in stages say, and what a teacher's stage calls it
     "plan.cuts": "--cuts",
+    "name smaller modules that the forward calls (plan.units), to split the model between them, or use": "use",
     "plan.mesh.pipe: 1": "serve the teacher whole",
     "plan.mesh.pipe": "--stage",
     "set serve": "serve",

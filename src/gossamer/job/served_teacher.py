@@ -30,6 +30,7 @@ from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import show_bytes
 
 _PATIENCE = Patience(answer_s=60.0, again_s=20.0)  # a student waits longer, so that it learns which stage was lost
+_LOSS = "train.loss"
 _TURN_S = 0.5
 _WAIT_S = 600.0
 
@@ -70,7 +71,10 @@ def serve_teacher(
         try:
             tell(f"loads {teacher}" if asked is None else f"loads stage {asked.stage} of {asked.stages} of {teacher}")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            found = _whole(teacher, device) if asked is None else _stage(teacher, asked, device)
+            try:
+                found = _whole(teacher, device) if asked is None else _stage(teacher, asked, device)
+            except BadInput as error:  # a run names its teacher in train.loss, this command as its argument
+                raise BadInput(error.message, key="TEACHER" if error.key == _LOSS else error.key) from None
             if isinstance(found, DividedTeacher):
                 for remark in found.remarks:
                     tell(remark)

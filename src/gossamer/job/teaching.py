@@ -87,7 +87,7 @@ def place_of(written: str) -> Path:
         raise bad_input(
             wanted="the folder of a run or of a Hugging Face model, or a GGUF file, as the teacher",
             got=f"{written!r}, which does not exist" if written.strip() else "none",
-            do="write train.loss: {kl: {teacher: FOLDER}}",
+            do="name one that is there",
             key=_KEY,
         )
     return place
