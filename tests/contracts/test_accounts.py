@@ -46,11 +46,15 @@ CODED = [n for n in exchange_methods.names() if "codec" in _takes(n, "Codec")]
 
 def members() -> dict[str, Any]:
     """What loses something and says so: every method that stands alone, those with a codec in two codes, and low rank
-    with a coded factor.
+    with coded factors.
     """
     found: dict[str, Any] = {n: n for n in exchange_methods.names() if n not in (*AROUND, *CODED)}
     found |= {f"{n} of {c}": {n: {"codec": c}} for n in CODED for c in ("sign", "int4")}
-    found["powersgd of sign"] = {"powersgd": {"rank": 2, "p_exchange": {"two_shot": {"codec": "sign"}}}}
+    sign = {"two_shot": {"codec": "sign"}}
+    found["powersgd of sign"] = {"powersgd": {"rank": 2, "p_exchange": sign}}
+    found["powersgd, then sign"] = {"powersgd": {"rank": 2, "q_exchange": sign}}
+    found["acp_sgd of sign"] = {"acp_sgd": {"rank": 2, "factor_exchange": sign}}
+    found["powersgd of sign twice"] = {"powersgd": {"rank": 2, "p_exchange": sign, "q_exchange": sign}}
     return {name: written for name, written in found.items() if not exchange_methods.build(written).traits.lossless}
 
 
@@ -79,6 +83,7 @@ NESTED = nested()
 
 def test_members_are_found() -> None:
     assert {"topk", "powersgd", "acp_sgd", "random_k", "two_shot of sign", "all_gather of int4"} <= set(MEMBERS)
+    assert {"powersgd of sign", "powersgd, then sign", "powersgd of sign twice", "acp_sgd of sign"} <= set(MEMBERS)
     assert {"error_feedback", "econtrol", "ef21", "ef21_sgdm", "momentum", "delta_reference", "warmup"} <= set(AROUND)
     assert len(NESTED) > len(AROUND) * len(MEMBERS)
 
@@ -176,7 +181,13 @@ def _owing(one: Exchange) -> bool:
 def test_only_what_encodes_twice_owes_more_than_its_own() -> None:
     """Else the sums above would prove nothing of it."""
     owing = {n for n in MEMBERS if _owing(exchange_methods.build(MEMBERS[n]))}
-    assert owing >= {"two_shot of sign", "two_shot of int4", "powersgd of sign"}
+    assert owing >= {
+        "two_shot of sign",
+        "two_shot of int4",
+        "powersgd of sign",
+        "powersgd, then sign",
+        "acp_sgd of sign",
+    }
     assert not owing & {"gather of sign", "topk", "random_k", "acp_sgd", "s2_reducer"}
 
 

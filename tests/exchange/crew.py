@@ -22,7 +22,12 @@ from pool import Seat
 SHAPES = {"w": (24, 16), "bias": (24,), "scalar": (), "none": (0,), "conv": (4, 3, 3, 3), "wide": (7, 61)}
 
 
-NESTED = {"powersgd of int8": {"powersgd": {"rank": 2, "p_exchange": {"two_shot": {"codec": "int8"}}}}}
+INT8 = {"two_shot": {"codec": "int8"}}
+NESTED = {
+    "powersgd of int8": {"powersgd": {"rank": 2, "p_exchange": INT8}},
+    "acp_sgd of int8": {"acp_sgd": {"rank": 2, "factor_exchange": INT8}},
+    "powersgd of int8 twice": {"powersgd": {"rank": 2, "p_exchange": INT8, "q_exchange": INT8}},
+}
 
 
 def example(name: str) -> Exchange:

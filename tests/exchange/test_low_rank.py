@@ -14,7 +14,9 @@ from gossamer.comm.message import ExchangeState, ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.exchange._low_rank import _multiply, split
 from gossamer.exchange.acp_sgd import AcpSgd
+from gossamer.exchange.codec import Codec
 from gossamer.exchange.codec.int8 import Int8
+from gossamer.exchange.codec.sign import Sign
 from gossamer.exchange.dense import Dense
 from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.exchange.powersgd import PowerSgd
@@ -25,6 +27,12 @@ from gossamer.ops.orthogonalize import orthonormal
 from gossamer.spec.errors import BadInput
 
 both = pytest.mark.parametrize("one", [PowerSgd(rank=3), AcpSgd(rank=3)], ids=lambda one: type(one).__name__)
+CODED = {
+    "powersgd": PowerSgd(rank=3),
+    "powersgd in 8 bits": PowerSgd(rank=3, p_exchange=TwoShot(Int8()), q_exchange=TwoShot(Int8())),
+    "acp_sgd": AcpSgd(rank=3),
+    "acp_sgd in 8 bits": AcpSgd(rank=3, factor_exchange=TwoShot(Int8())),
+}
 RANKS = 3
 
 
@@ -45,7 +53,7 @@ def steps(one: Exchange, where, count: int, draw):
     return found, given
 
 
-@both
+@pytest.mark.parametrize("one", CODED.values(), ids=CODED)
 def test_feedback_sends_everything_in_time(one: Exchange) -> None:
     """Telescoping: what was sent and what is still owed make up what was to be sent."""
     where = crew.layout()
@@ -90,9 +98,43 @@ def test_a_left_factor_in_eight_bits_spans_nearly_the_same_space_and_loses_nothi
     assert 3.4 * prices[1].meter.total_bytes < prices[0].meter.total_bytes
 
 
+@pytest.mark.parametrize("codec", [Sign(), Int8()], ids=lambda one: type(one).__name__)
+@both
+def test_a_coded_factor_counts_as_it_arrives(one: Exchange, codec: Codec) -> None:
+    """The mean is one factor times what all ranks decode of the other; what a rank has lost is the rest of its own."""
+    key = "q_exchange" if isinstance(one, PowerSgd) else "factor_exchange"
+    where, coded = crew.layout({"w": (300, 40)}), replace(one, **{key: TwoShot(codec)})
+    found, given = steps(coded, where, 4, lambda r, s: crew.bucket(where, r, s).flat)
+    plain, _ = steps(one, where, 4, lambda r, s: crew.bucket(where, r, s).flat)
+    shares = crew.weights(RANKS)
+    for step, (outcomes, wanted) in enumerate(zip(found, given, strict=True)):
+        assert torch.linalg.matrix_rank(outcomes[0].mean.view(300, 40)) <= 3
+        kept = wanted - sum(shares[r] * o.lost.double() for r, o in enumerate(outcomes))
+        assert torch.linalg.norm(kept - outcomes[0].mean) <= 1e-5 * torch.linalg.norm(kept)
+        assert not torch.equal(outcomes[0].mean, plain[step][0].mean)
+
+
+def test_both_factors_in_eight_bits_send_a_fourth() -> None:
+    shapes = {"qkv": (1152, 384), "up": (1536, 384), "down": (384, 1536), "b": (384,)}
+    layout, levels = crew.layout(shapes), ProcessGroups.flat(2)
+    sent = []
+    for left, right in ((Dense(), Dense()), (TwoShot(Int8()), Dense()), (TwoShot(Int8()), TwoShot(Int8()))):
+        price = CountingChannel(0, levels)
+        price.charge(PowerSgd(16, left, right).traffic(layout, levels, 0))
+        sent.append(price.meter.total_bytes)
+    factors = 16 * sum(rows + cols for rows, cols in list(shapes.values())[:3]) + 384  # two ranks: each number once
+    assert sent[0] == 4 * factors
+    assert sent[1] > 0.5 * sent[0]
+    assert factors <= sent[2] <= 1.02 * factors
+
+
 def test_feedback_inside_a_factor_is_refused() -> None:
     with pytest.raises(BadInput, match="wanted an exchange without error feedback for the low-rank factor P"):
         PowerSgd(p_exchange=ErrorFeedback(TwoShot(Int8())))
+    with pytest.raises(BadInput, match="wanted an exchange without error feedback for the low-rank factor Q"):
+        PowerSgd(q_exchange=ErrorFeedback(TwoShot(Int8())))
+    with pytest.raises(BadInput, match="wanted an exchange without error feedback for the low-rank factors"):
+        AcpSgd(factor_exchange=ErrorFeedback(TwoShot(Int8())))
 
 
 @both
@@ -352,7 +394,7 @@ def test_parameters_with_unequal_turns_go_on_with_the_later_one() -> None:
     """As after buckets were cut anew: whose factor was sent last must not be sent again, and all have the same turn."""
     one, where = AcpSgd(rank=2), crew.layout({"a": (24, 16), "b": (16, 24)})
     state = one.init(where)
-    state = ExchangeState({**state.tensors, "turn@a": torch.tensor(3)})
+    state = replace(state, tensors={**state.tensors, "turn@a": torch.tensor(3)})
     (outcome,), _ = crew.world(one, 1, [crew.bucket(where, 0)], [state])
     assert {int(t) for n, t in outcome.state.tensors.items() if n.startswith("turn@")} == {4}
     assert torch.equal(outcome.state.tensors["p@a"], state.tensors["p@a"]), "odd turns send the right factor"

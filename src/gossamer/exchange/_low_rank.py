@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.bucket import Entry, Layout
+from gossamer.exchange import Exchange
 from gossamer.spec.errors import bad_input
 
 _SMALL = 1 << 16  # matrices of at most so many numbers are copied together, to be multiplied in one call
@@ -27,6 +28,14 @@ def check_rank(rank: int) -> None:
     """Raise BadInput where a factor would have no column."""
     if rank < 1:
         raise bad_input(wanted="rank >= 1", got=repr(rank), do="give 4, say", key="rank")
+
+
+def check_without_feedback(inner: Exchange, key: str, what: str, *, around: str) -> None:
+    """Raise BadInput where the exchange `inner` of a factor keeps what it loses, which the next factor is not owed."""
+    if inner.traits.remembers:
+        wanted = f"an exchange without error feedback for {what}"
+        do = f"choose another {key}, and write {{error_feedback: {{{around}: ...}}}} for error feedback"
+        raise bad_input(wanted=wanted, got=repr(inner), do=do, key=key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,10 @@ class MatrixBatch:
     def right_shape(self) -> tuple[int, int, int]:
         """Return the shape of the right factors."""
         return len(self.names), self.rank, self.cols
+
+    def shape(self, side: str) -> tuple[int, int, int]:
+        """Return the shape of the left ("p") or the right ("q") factors."""
+        return self.left_shape if side == "p" else self.right_shape
 
     def matrices(self, flat: Tensor) -> Tensor:
         """Return the matrices, (batch, rows, cols): a view of `flat` where they are contiguous, else a copy."""
@@ -98,7 +111,7 @@ class MatrixBatch:
 
     def random(self, side: str, device: torch.device) -> Tensor:
         """Return the first factors, seeded by name and side alone, since all ranks must hold the same ones."""
-        _, rank, numel = self.left_shape if side == "p" else self.right_shape
+        _, rank, numel = self.shape(side)
         seeds = [zlib.crc32(f"{side}@{name}".encode()) for name in self.names]
         drawn = [torch.randn(rank, numel, generator=torch.Generator().manual_seed(s)) for s in seeds]
         return torch.stack(drawn).to(device)
@@ -115,12 +128,20 @@ class MatrixSplit:
     def dense_numel(self) -> int:
         return sum(stop - start for start, stop in self.dense)
 
-    def first(self, layout: Layout) -> Layout:
-        """Return the float32 layout of the message that `pack` makes of such a bucket and the left factors."""
+    @property
+    def factors(self) -> MatrixSplit:
+        """Return the same matrices without the dense ranges, for a message of factors alone."""
+        return MatrixSplit((), self.batches)
+
+    def packed(self, layout: Layout, side: str) -> Layout:
+        """Return the float32 layout of the message that `pack` makes of such a bucket and its factors of a side.
+
+        side: "p", the left ones, or "q", the right ones.
+        """
         # Names are unique to a bucket, so that buckets draw different random numbers.
         names = {e.start: e.name for e in layout.entries if e.numel}
         sizes: list[tuple[str, tuple[int, ...]]] = [(f"dense@{names[a]}", (b - a,)) for a, b in self.dense]
-        sizes += [(f"p@{batch.names[0]}", batch.left_shape) for batch in self.batches]
+        sizes += [(f"{side}@{batch.names[0]}", batch.shape(side)) for batch in self.batches]
         starts = accumulate((prod(shape) for _, shape in sizes), initial=0)
         entries = tuple(Entry(name, shape, start) for (name, shape), start in zip(sizes, starts, strict=False))
         return Layout(entries, torch.float32, layout.device)
@@ -137,6 +158,10 @@ class MatrixSplit:
         for (start, stop), part in zip(self.dense, parts, strict=False):
             mean[start:stop].copy_(part)
         return [part.view(shape) for part, shape in zip(parts[len(numels) :], shapes, strict=True)]
+
+    def factors_of(self, message: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+        """Return the factors of a message, as views."""
+        return self.factors.unpack(message[self.dense_numel :], shapes, message)
 
     def lose_dense(self, flat: Tensor, lost: Tensor | None = None) -> None:
         """Overwrite the dense ranges of `flat` with their compression error: zeros, or the first numbers of `lost`."""

@@ -32,8 +32,15 @@ class Candidate:
         return self.within or self.written
 
 
+_INT8: Written = {"two_shot": {"codec": "int8"}}
+
+
 def _fed_back(inner: Written) -> Written:
     return {"error_feedback": {"inner": inner}}
+
+
+def _powersgd(rank: int) -> Written:
+    return _fed_back({"powersgd": {"rank": rank, "p_exchange": _INT8, "q_exchange": _INT8}})
 
 
 def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -55,12 +62,11 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(
         {"recursive_doubling": {"codec": {"cast": {"dtype": "bfloat16"}}}}, "bf16 recursive doubling", lossy=False
     ),
-    Candidate(_fed_back({"two_shot": {"codec": "int8"}}), "int8 two-shot"),
+    Candidate(_fed_back(_INT8), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
-    Candidate(_fed_back({"acp_sgd": {"rank": 48}}), "ACP-SGD rank 48", least_numel=1 << 14),
     Candidate(
-        _fed_back({"powersgd": {"rank": 16, "p_exchange": {"two_shot": {"codec": "int8"}}}}),
-        "int8 PowerSGD rank 16",
-        least_numel=1 << 14,
+        _fed_back({"acp_sgd": {"rank": 48, "factor_exchange": _INT8}}), "int8 ACP-SGD rank 48", least_numel=1 << 14
     ),
+    Candidate(_powersgd(32), "int8 PowerSGD rank 32", least_numel=1 << 14),
+    Candidate(_powersgd(16), "int8 PowerSGD rank 16", least_numel=1 << 14),
 )
