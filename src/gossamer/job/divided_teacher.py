@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gossamer.job.found_model import weights_at
 from gossamer.job.teaching import FoundTeacher, digest_of, facts_of, joined_digest, place_of, with_tokenizer
 from gossamer.job.trained_run import read_source
-from gossamer.loss._output import logits_of
+from gossamer.loss.inputs.model_output import logits_of
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.source import ModelSource
 from gossamer.model.split.absent_tensor import AbsentTensor

@@ -20,7 +20,7 @@ from gossamer.job.training_data import TrainingData, training_data
 from gossamer.job.worker import origin_for
 from gossamer.launch.preflight import HostRequirements, look
 from gossamer.loss import Loss
-from gossamer.loss._distillation import address_of
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.loss.hidden import distillation_in
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource

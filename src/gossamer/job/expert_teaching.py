@@ -11,7 +11,7 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.teaching import compared, digest_of, facts_of, find_teacher, teacher_event
-from gossamer.loss._distillation import Course
+from gossamer.loss.distillation import Course
 from gossamer.loss.expert_distillation import ExpertDistillation
 from gossamer.model.side_effects import evaluating, untouched
 from gossamer.prune import expert_distances

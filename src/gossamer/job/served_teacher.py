@@ -21,7 +21,7 @@ from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
 from gossamer.job.teaching import digest_of, facts_of, find_teacher
 from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.launch.port import listen, parse_address
-from gossamer.loss._distillation import address_of
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.run.remote_teacher.link import Patience, TeacherAbsent
 from gossamer.run.remote_teacher.served import ServedTeacher
 from gossamer.run.remote_teacher.server import TeacherServer

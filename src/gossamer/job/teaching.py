@@ -22,9 +22,11 @@ from gossamer.job.rank_inputs import RankJob
 from gossamer.job.trained_run import read_chosen
 from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.loss import Loss
-from gossamer.loss._distillation import Distillation, address_of
-from gossamer.loss._output import logits_of, loss_of, mean_cross_entropy, own_terms
+from gossamer.loss.distillation import Distillation
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.loss.hidden import Hidden, distillation_in
+from gossamer.loss.inputs.labels import mean_cross_entropy
+from gossamer.loss.inputs.model_output import logits_of, loss_of, own_terms
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.input_checks import check_sequence
 from gossamer.model.side_effects import evaluating, untouched

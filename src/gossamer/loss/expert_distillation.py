@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.loss._distillation import LabelsLoss
+from gossamer.loss.distillation.labels_loss import LabelsLoss
 from gossamer.spec.validate import positive
 
 

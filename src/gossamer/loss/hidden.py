@@ -20,7 +20,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from gossamer.loss import Loss
-from gossamer.loss._distillation import Distillation, address_of
+from gossamer.loss.distillation import Distillation
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.loss.hidden_match.mse import Mse
 from gossamer.loss.kl import Kl

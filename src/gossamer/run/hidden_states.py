@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss import IGNORE
-from gossamer.loss._distillation import targets
 from gossamer.loss.hidden_match import HiddenMatch
+from gossamer.loss.inputs.labels import targets
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.model.units import block_names

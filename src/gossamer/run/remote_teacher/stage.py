@@ -19,7 +19,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from gossamer.loss._output import logits_of
+from gossamer.loss.inputs.model_output import logits_of
 from gossamer.model.forward_adapter import ForwardAdapter, caller_of
 from gossamer.model.precision import Precision
 from gossamer.model.split.dataflow import CallOutput, DataFlow

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.loss._distillation import targets
+from gossamer.loss.inputs.labels import targets
 from gossamer.model.python_state.random_generators import generator_states, generators_kept
 from gossamer.ops.cut_cross_entropy import LogitMap
 from gossamer.ops.tiled_logits import HeadRows
