@@ -22,7 +22,7 @@ from claims._lm import Lm, text, validation_loss
 from claims._trials import Trials
 from gossamer.loss import hidden_match
 from gossamer.loss.kl import forward_kl
-from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, attach, blocks_of
+from gossamer.run.hidden_states import BlockTaps, HiddenMaps, HiddenTerm, TappedStates, attach, blocks_of
 from grow_shrink.taid import SEEDS, STEPS, STUDENT, TEACHER, TEACHER_STEPS, TOKENS, beside, taught, train
 
 METHODS = ("mi_alpha", "mse")
@@ -112,8 +112,8 @@ def matched(student: Lm, teacher: Lm, name: str, weight: float, seed: int) -> Hi
     return HiddenTerm(
         by=match,
         weight=weight,
-        pairs=[pair],
+        pairs=[(*pair, 0)],
         maps=maps,
         student=BlockTaps.on("of the student", student, [pair[0]]),
-        teacher=BlockTaps.on("of the teacher", teacher, [pair[1]]),
+        teacher=TappedStates(BlockTaps.on("of the teacher", teacher, [pair[1]])),
     )

@@ -23,7 +23,7 @@ from claims._pairs import spread
 from claims._trials import Trials
 from gossamer import loss as loss_methods
 from gossamer import optimizer as optimizer_methods
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 
 TEACHER, STUDENT = Shape(width=96, layers=4, context=64), Shape(width=48, layers=1, context=64)
 RATE = 4e-3  # of the teacher

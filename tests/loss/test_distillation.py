@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer import loss
-from gossamer.loss._distillation import Course, Distillation
+from gossamer.loss.distillation import Course, Distillation
 from gossamer.loss.taid import Taid
 from gossamer.spec.errors import BadInput
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss import build
-from gossamer.loss._answers import answer_log_probabilities
+from gossamer.loss.inputs.answers import answer_log_probabilities
 from gossamer.spec.errors import BadInput
 
 B, T, V = 4, 6, 9

@@ -117,14 +117,14 @@ def built(**settings: object) -> Hidden:
 
 
 def test_blocks_are_paired_evenly_or_from_the_end() -> None:
-    assert built().paired(4, 12) == [(0, 2), (1, 5), (2, 8), (3, 11)]
-    assert built(layers="last").paired(4, 12) == [(0, 8), (1, 9), (2, 10), (3, 11)]
-    assert built(pairs=2).paired(4, 6) == [(1, 2), (3, 5)]
-    assert built(pairs=1, layers="last").paired(4, 6) == [(3, 5)]
-    assert built(layers="emd").paired(2, 3) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert built().paired(range(4), range(12)) == [(0, 2), (1, 5), (2, 8), (3, 11)]
+    assert built(layers="last").paired(range(4), range(12)) == [(0, 8), (1, 9), (2, 10), (3, 11)]
+    assert built(pairs=2).paired(range(4), range(6)) == [(1, 2), (3, 5)]
+    assert built(pairs=1, layers="last").paired(range(4), range(6)) == [(3, 5)]
+    assert built(layers="emd").paired(range(2), range(3)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     for student, teacher in ((4, 3), (0, 3)):
         with pytest.raises(BadInput, match=f"got {student} in the student and {teacher} in the teacher"):
-            built().paired(student, teacher)
+            built().paired(range(student), range(teacher))
 
 
 @pytest.mark.parametrize(

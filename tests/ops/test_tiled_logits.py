@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer import loss
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 from gossamer.ops.cut_cross_entropy import LogitMap
 from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
 

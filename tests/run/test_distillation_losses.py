@@ -11,7 +11,7 @@ import yaml
 
 from gossamer.api import verbs
 from gossamer.job.distillation_losses import losses_before
-from gossamer.job.teaching import find_teacher
+from gossamer.job.found_teacher import find_teacher
 from gossamer.spec.config import RunConfig
 from run.test_distillation import saved
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
+from gossamer.job.found_teacher import find_teacher
 from gossamer.job.served_teacher import _place_before, serve_teacher
-from gossamer.job.teaching import digest_of, find_teacher
+from gossamer.job.teacher_facts import digest_of
 from gossamer.launch.port import listen
 from gossamer.run.remote_teacher import stage as remote_stage
 from gossamer.run.remote_teacher.frames import packed
@@ -230,7 +231,7 @@ def test_a_stage_that_is_lost_is_named_with_its_address(untied: str) -> None:
     told = list[str]()
     with serving(stage_of(untied, 1, 2)) as first, ExitStack() as stack:
         at = _place_before(place(first), stage_of(untied, 2, 2), "", 0.0, lambda said: None)
-        at = replace(at, patience=Patience(answer_s=5.0, again_s=0.1))
+        at = replace(at, patience=Patience(answer_s=60.0, again_s=0.1))
         server = TeacherServer(
             teacher=stage_of(untied, 2, 2).served(CPU, at), listener=listen("127.0.0.1", 0), token="", tell=told.append
         )

@@ -15,9 +15,10 @@ from gossamer.run.hidden_states import (
     EarthMovers,
     HiddenMaps,
     HiddenTerm,
+    TappedStates,
     attach,
     blocks_of,
-    token_rows,
+    label_rows,
 )
 from gossamer.spec.errors import BadInput
 
@@ -50,9 +51,14 @@ def term(student: nn.Module, teacher: nn.Module, by: Any, pairs: list[tuple[str,
     match = hidden_match.build(by)
     maps = HiddenMaps([match.shapes(4, 6) for _ in pairs], next(student.parameters()), 0)
     attach(student, maps)
-    taps = [BlockTaps.on("", one, [pair[n] for pair in pairs]) for n, one in enumerate((student, teacher))]
+    ours, theirs = (BlockTaps.on("", one, [pair[n] for pair in pairs]) for n, one in enumerate((student, teacher)))
     numbered = [(*pair, at) for at, pair in enumerate(pairs)]
-    return HiddenTerm(by=match, weight=weight, pairs=numbered, maps=maps, student=taps[0], teacher=taps[1])
+    return HiddenTerm(by=match, weight=weight, pairs=numbered, maps=maps, student=ours, teacher=TappedStates(theirs))
+
+
+def taps_of(found: HiddenTerm) -> BlockTaps:
+    assert isinstance(found.teacher, TappedStates)
+    return found.teacher.taps
 
 
 def ran(found: HiddenTerm, student: nn.Module, teacher: nn.Module, rows: dict[str, Tensor]) -> Tensor:
@@ -100,7 +106,7 @@ def test_tokens_are_drawn_by_the_generator_where_there_are_more() -> None:
         values.append(float(ran(found, student, teacher, rows).detach()))
         del student._modules[CHILD]
         found.student.remove()
-        found.teacher.remove()
+        taps_of(found).remove()
     assert values[0] == values[1]
     found = term(student, teacher, {"mi_alpha": {"tokens": 3}}, pairs, 1.0)
     drawn = []
@@ -123,12 +129,12 @@ def test_a_row_with_one_label_is_the_mean_of_its_tokens() -> None:
     hidden = torch.arange(12.0).view(2, 3, 2)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     rows = {"labels": torch.tensor([1, 0])}
-    assert token_rows(hidden, rows, "").tolist() == [[2, 3], [8, 9]]
-    assert token_rows(hidden, {**rows, "attention_mask": mask}, "").tolist() == [[1, 2], [8, 9]]
-    assert token_rows(hidden[:, 0], rows, "").tolist() == [[0, 1], [6, 7]]
+    assert label_rows(hidden, rows, "").tolist() == [[2, 3], [8, 9]]
+    assert label_rows(hidden, {**rows, "attention_mask": mask}, "").tolist() == [[1, 2], [8, 9]]
+    assert label_rows(hidden[:, 0], rows, "").tolist() == [[0, 1], [6, 7]]
     for wrong in (torch.zeros(2, 4, 5, 2), torch.zeros(3, 2)):
         with pytest.raises(BadInput, match="of the tokens of the batch"):
-            token_rows(wrong, rows, "layers.0")
+            label_rows(wrong, rows, "layers.0")
 
 
 @pytest.mark.parametrize(("habit", "said"), [("twice", "got 2 calls of layers.1"), ("bare", "got 0 calls of layers.1")])
@@ -143,7 +149,7 @@ def test_an_evaluation_between_leaves_nothing_held() -> None:
     found = term(student, teacher, "mse", [("layers.1", "layers.2")], 1.0)
     student(batch()["input_ids"])
     value = ran(found, student, teacher, batch())
-    assert value.isfinite() and not found.student.held and not found.teacher.held
+    assert value.isfinite() and not found.student.held and not taps_of(found).held
 
 
 def test_models_without_one_list_of_blocks_and_a_taken_name_are_refused() -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.job.found_teacher import FoundTeacher, find_teacher
 from gossamer.job.served_teacher import serve_teacher
-from gossamer.job.teaching import FoundTeacher, digest_of, facts_of, find_teacher
+from gossamer.job.teacher_facts import digest_of, facts_of
 from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.launch.port import listen
-from gossamer.loss.hidden import Hidden
 from gossamer.loss.kl import Kl
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.precision import precision_of
@@ -39,7 +39,7 @@ from pool import Pool
 from run.test_distillation import course, losses, records, saved, sections, taid, train
 
 CPU = torch.device("cpu")
-SOON = Patience(answer_s=10.0, again_s=5.0)
+SOON = Patience(answer_s=60.0, again_s=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_a_server_that_comes_back_is_asked_again(teacher: str) -> None:
 
 def test_a_server_that_stays_away_is_lost(teacher: str) -> None:
     with serving(teacher) as found, ExitStack() as stack:
-        remote = stack.enter_context(joined(found, patience=Patience(answer_s=10.0, again_s=0.1)))
+        remote = stack.enter_context(joined(found, patience=Patience(answer_s=60.0, again_s=0.1)))
         where = "{}:{}".format(*place(found))
         remote.answer(remote.ask(BATCH), valid())
         found.stop()
@@ -476,8 +476,6 @@ def test_what_is_no_frame_is_refused(change: Any, said: str) -> None:
 
 
 def test_what_a_teacher_elsewhere_cannot_do_is_refused() -> None:
-    with pytest.raises(BadInput, match="a teacher beside the student, as the states of its blocks"):
-        Hidden(output=Kl(teacher="tcp://10.0.0.1:29600"))
     with pytest.raises(BadInput, match="no teacher_ranks with a teacher on another host"):
         Kl(teacher="tcp://10.0.0.1:29600", top_k=3, teacher_ranks=(0,))
     for wrong in ("tcp://10.0.0.1", "tcp://:1", "tcp://x:70000", "tcp://secret@x:1"):

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.job.teaching import FoundTeacher, _check_same, _FirstLook, _ready, compared, facts_of, find_teacher
+from gossamer.job.found_teacher import FoundTeacher, find_teacher
+from gossamer.job.teacher_facts import check_same, compared, facts_of
+from gossamer.job.teaching import _FirstLook, _ready
 from gossamer.loss.dpo import ANSWERS, REFERENCE, Dpo
 from gossamer.loss.kl import Kl
 from gossamer.loss.taid import Taid
@@ -195,9 +197,9 @@ def test_a_course_begins_where_another_loss_ended() -> None:
 
 def test_ranks_with_different_teachers_are_told() -> None:
     """An address that means this host means another one to each host; ranks that compute no loss have none."""
-    _check_same([0.0, 7.0, 7.0], "tcp://localhost:1")
+    check_same([0.0, 7.0, 7.0], "tcp://localhost:1")
     with pytest.raises(BadInput, match="000000000007 on rank 1, 000000000009 on rank 2 at tcp://localhost:1"):
-        _check_same([0.0, 7.0, 9.0], "tcp://localhost:1")
+        check_same([0.0, 7.0, 9.0], "tcp://localhost:1")
 
 
 def test_a_teacher_that_is_nowhere_is_named() -> None:

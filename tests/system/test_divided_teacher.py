@@ -11,7 +11,8 @@ import torch
 import yaml
 
 from gossamer.job.divided_teacher import AskedStage, find_stage
-from gossamer.job.teaching import digest_of, find_teacher, joined_digest
+from gossamer.job.found_teacher import find_teacher
+from gossamer.job.teacher_facts import digest_of, joined_digest
 from gossamer.spec.errors import BadInput
 from pool import Pool
 from run.test_distillation import course, losses, records, saved, sections, taid, train

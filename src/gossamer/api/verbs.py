@@ -99,7 +99,7 @@ def distill(
 
     from gossamer import loss as loss_methods
     from gossamer.job.distillation_losses import losses_before
-    from gossamer.job.teaching import refuse_elsewhere
+    from gossamer.job.found_teacher import refuse_elsewhere
     from gossamer.settings import load, written_overrides
     from gossamer.settings.methods import check_names
     from gossamer.spec.method_config import MethodConfig

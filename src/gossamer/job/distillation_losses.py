@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gossamer.job.teaching import find_teacher
+from gossamer.job.found_teacher import find_teacher
 from gossamer.job.text_evaluation import EvaluatedModel
 from gossamer.job.training_data import corpus_of, open_validation_sets
 from gossamer.job.worker import origin_for

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.job.found_model import weights_at
-from gossamer.job.teaching import FoundTeacher, digest_of, facts_of, joined_digest, place_of, with_tokenizer
+from gossamer.job.found_teacher import FoundTeacher, place_of, with_tokenizer
+from gossamer.job.teacher_facts import digest_of, facts_of, joined_digest
 from gossamer.job.trained_run import read_source
-from gossamer.loss._output import logits_of
+from gossamer.loss.inputs.model_output import logits_of
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.source import ModelSource
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow, hollow
 from gossamer.model.split.input_variants import InputVariants
+from gossamer.model.split.split_error import in_words_of
 from gossamer.model.split.split_points import SplitPoints, StageSpec, balanced_split, canonical_names, stage_specs
 from gossamer.model.split.stage import StageModule
 from gossamer.model.unit_config import check_open
@@ -30,18 +32,11 @@ from gossamer.partition.model_provider import OriginSource
 from gossamer.partition.split_choice import given_split
 from gossamer.run.remote_teacher.messages import Facts, TeacherPart
 from gossamer.run.remote_teacher.served import ServedTeacher
-from gossamer.run.remote_teacher.stage import PlaceBefore, TeacherStage
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.run.remote_teacher.stage import TEACHER, PlaceBefore, TeacherStage
+from gossamer.spec.errors import bad_input
 
 _DIGITS = 6  # of a number of stages
 _TOKENS = 8  # of the rows that the first trace runs on
-_WORDS = {  # what the errors of a training in stages say, and what a teacher's stage calls it
-    "plan.cuts": "--cuts",
-    "name smaller modules that the forward calls (plan.units), to split the model between them, or use": "use",
-    "plan.mesh.pipe: 1": "serve the teacher whole",
-    "plan.mesh.pipe": "--stage",
-    "set serve": "serve",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +88,22 @@ class DividedTeacher:
         return ServedTeacher(self.module, facts, device, stage)
 
 
-def find_stage(written: str, asked: AskedStage, device: torch.device) -> DividedTeacher:
+def find_stage(written: str, asked: AskedStage, device: torch.device, *, key: str = "train.loss") -> DividedTeacher:
     """Load one stage of the teacher in the folder of a Hugging Face model or of a run, or in a GGUF file.
 
-    Raises BadInput, also for a teacher that cannot be divided so.
+    key: what names the teacher. Raises BadInput, also for a teacher that cannot be divided so.
     """
-    origin, found = _source_of(place_of(written))
-    try:
+    origin, found = _source_of(place_of(written, key=key), key)
+    with in_words_of(TEACHER):
         return _stage_of(origin, found, asked, device)
-    except BadInput as error:
-        message = error.message
-        for theirs, ours in _WORDS.items():
-            message = message.replace(theirs, ours)
-        raise BadInput(message, key=_WORDS.get(error.key, error.key)) from None
 
 
-def _source_of(place: Path) -> tuple[ModelSource, Callable[[nn.Module], FoundTeacher]]:
+def _source_of(place: Path, key: str) -> tuple[ModelSource, Callable[[nn.Module], FoundTeacher]]:
     origin = weights_at(place)
     if origin is not None:
         positions = origin.positions()
         return origin, lambda module: with_tokenizer(
-            FoundTeacher(module=module, tokenizer=None, positions=positions), place
+            FoundTeacher(module=module, tokenizer=None, positions=positions), place, key=key
         )
     run = read_source(place)
     return run.origin, lambda module: FoundTeacher(
@@ -127,7 +117,7 @@ def _stage_of(
     provider = OriginSource(origin, 0)
     outline = provider.outline()
     _put(outline, frozenset(), device)
-    check_open(outline, "plan.mesh.pipe")
+    check_open(outline, TEACHER.stages)
     construction = provider.construction()
     if construction.shared or construction.computed:
         named = [*(" and ".join(sorted(one)) for one in construction.shared), *map(".".join, construction.computed)]
@@ -135,7 +125,7 @@ def _stage_of(
             wanted="a teacher whose parameters have memory of their own, and are computed from no other ones",
             got=f"one with {', '.join(named[:3])}",
             do="serve the teacher whole, or build it otherwise (head.weight = embed.weight for tied ones)",
-            key="plan.mesh.pipe",
+            key=TEACHER.stages,
         )
     length = min(_TOKENS, origin.positions() or _TOKENS)
     example = {"input_ids": torch.zeros(1, length, dtype=torch.int64, device=device)}

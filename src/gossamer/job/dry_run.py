@@ -20,7 +20,8 @@ from gossamer.job.training_data import TrainingData, training_data
 from gossamer.job.worker import origin_for
 from gossamer.launch.preflight import HostRequirements, look
 from gossamer.loss import Loss
-from gossamer.loss._distillation import address_of
+from gossamer.loss.distillation.teacher_address import address_of
+from gossamer.loss.expert_distillation import ExpertDistillation
 from gossamer.loss.hidden import distillation_in
 from gossamer.model.model_profile import facts_of
 from gossamer.partition.model_provider import OriginSource
@@ -125,7 +126,7 @@ def dry_run_with(
 
 def _teacher(objective: Loss) -> dict[str, str]:
     """Return what is not checked now of a teacher on another host."""
-    inner = distillation_in(objective)
+    inner = objective if isinstance(objective, ExpertDistillation) else distillation_in(objective)
     if inner is None or address_of(inner.teacher) is None:
         return {}
     said = "is not asked now: its tokens, vocabulary and length are compared with the data's before step 1"

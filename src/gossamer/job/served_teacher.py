@@ -18,19 +18,20 @@ from typing import Any
 import torch
 
 from gossamer.job.divided_teacher import AskedStage, DividedTeacher, find_stage
-from gossamer.job.teaching import digest_of, facts_of, find_teacher
+from gossamer.job.found_teacher import find_teacher
+from gossamer.job.teacher_facts import digest_of, facts_of
 from gossamer.launch.environment import TEACHER_TOKEN
 from gossamer.launch.port import listen, parse_address
-from gossamer.loss._distillation import address_of
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.run.remote_teacher.link import Patience, TeacherAbsent
 from gossamer.run.remote_teacher.served import ServedTeacher
 from gossamer.run.remote_teacher.server import TeacherServer
 from gossamer.run.remote_teacher.stage import PlaceBefore, before_link, check_before
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_bytes
 
 _PATIENCE = Patience(answer_s=60.0, again_s=20.0)  # a student waits longer, so that it learns which stage was lost
-_LOSS = "train.loss"
+_TEACHER, _PREVIOUS = "TEACHER", "--previous"  # arguments of the command
 _TURN_S = 0.5
 _WAIT_S = 600.0
 
@@ -71,10 +72,7 @@ def serve_teacher(
         try:
             tell(f"loads {teacher}" if asked is None else f"loads stage {asked.stage} of {asked.stages} of {teacher}")
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            try:
-                found = _whole(teacher, device) if asked is None else _stage(teacher, asked, device)
-            except BadInput as error:  # a run names its teacher in train.loss, this command as its argument
-                raise BadInput(error.message, key="TEACHER" if error.key == _LOSS else error.key) from None
+            found = _whole(teacher, device) if asked is None else find_stage(teacher, asked, device, key=_TEACHER)
             if isinstance(found, DividedTeacher):
                 for remark in found.remarks:
                     tell(remark)
@@ -132,31 +130,24 @@ def _asked(stage: str, previous: str, cuts: str) -> tuple[AskedStage | None, tup
             do=f"write --previous tcp://HOST:PORT, where stage {asked.stage - 1} listens"
             if asked.stage > 1
             else "leave it out: it is stage 2 that asks this one",
-            key="--previous",
+            key=_PREVIOUS,
         )
     if not previous:
         return asked, None
-    try:
-        at = address_of(previous)
-    except BadInput as error:
-        raise BadInput(error.message, key="--previous") from None
+    at = address_of(previous, key=_PREVIOUS)
     if at is None:
         raise bad_input(
             wanted="tcp://HOST:PORT such as tcp://10.0.0.1:29600",
             got=repr(previous),
             do=f"give the address at which stage {asked.stage - 1} listens",
-            key="--previous",
+            key=_PREVIOUS,
         )
     return asked, at
 
 
 def _whole(teacher: str, device: torch.device) -> ServedTeacher:
-    found = find_teacher(teacher)
+    found = find_teacher(teacher, key=_TEACHER)
     return ServedTeacher(found.module, facts_of(found, digest_of(found.module)), device)
-
-
-def _stage(teacher: str, asked: AskedStage, device: torch.device) -> DividedTeacher:
-    return find_stage(teacher, asked, device)
 
 
 def _place_before(
@@ -167,22 +158,18 @@ def _place_before(
     until_s, said = time.monotonic() + wait_s, ""
     while True:
         try:
-            link = before_link(where, part, token=token, patience=_PATIENCE)
+            link = before_link(where, part, token=token, patience=_PATIENCE, key=_PREVIOUS)
             break
-        except TeacherAbsent as error:
+        except TeacherAbsent:
             if time.monotonic() >= until_s:
-                raise BadInput(error.message, key="--previous") from None
+                raise
             if not said:
                 said = f"waits for {part.named} at {where[0]}:{where[1]}"
                 tell(said)
             time.sleep(_TURN_S)
-        except BadInput as error:
-            raise BadInput(error.message, key="--previous") from None
     try:
-        check_before(link, found.part)
+        check_before(link, found.part, key=_PREVIOUS)
         return PlaceBefore(where, part, link.facts.digest, token, _PATIENCE)
-    except BadInput as error:
-        raise BadInput(error.message, key="--previous") from None
     finally:
         link.close()
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from gossamer.loss import IGNORE, Loss
-from gossamer.loss._output import labels_of, mean_cross_entropy
 from gossamer.loss.classification import Classification
+from gossamer.loss.inputs.labels import labels_of, mean_cross_entropy
 
 SUBNETS, WEIGHTS = "subnet_logits", "subnet_weights"  # keys of a supernet's output beside "logits"
 

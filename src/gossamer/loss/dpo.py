@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import Loss
-from gossamer.loss._answers import answer_log_probabilities
-from gossamer.loss._output import labels_of
+from gossamer.loss.inputs.answers import answer_log_probabilities
+from gossamer.loss.inputs.labels import labels_of
 from gossamer.spec.validate import positive
 
 ANSWERS, REFERENCE = "loss.answers", "loss.reference"

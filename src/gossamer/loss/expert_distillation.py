@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gossamer.loss._distillation import LabelsLoss
+from gossamer.loss.distillation.labels_loss import LabelsLoss
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.spec.validate import positive
 
 
@@ -19,7 +20,8 @@ from gossamer.spec.validate import positive
 class ExpertDistillation(LabelsLoss):
     """The loss of the labels, and how far the experts are from those of the model that was pruned.
 
-    teacher        that model: the folder of a run or of a Hugging Face model, or a GGUF file
+    teacher        that model: the folder of a run or of a Hugging Face model, a GGUF file, or tcp://HOST:PORT of
+                   `gossamer teach`
     expert_weight  multiplies the distance of the experts
 
     An expert's mean is over the tokens of one micro-batch, of padding too: it depends on how a batch is divided. The
@@ -30,4 +32,5 @@ class ExpertDistillation(LabelsLoss):
     expert_weight: float = 1.0
 
     def __post_init__(self) -> None:
+        address_of(self.teacher)
         positive("expert_weight", self.expert_weight)

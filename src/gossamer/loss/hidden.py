@@ -13,19 +13,21 @@ https://arxiv.org/abs/2010.06133. Unlike BERT-EMD: the weights of blocks stay eq
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
 from gossamer.loss import Loss
-from gossamer.loss._distillation import Distillation, address_of
+from gossamer.loss.distillation import Distillation
 from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.loss.hidden_match.mse import Mse
 from gossamer.loss.kl import Kl
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import positive
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +63,10 @@ class Hidden(Loss):
             )
         if not isinstance(self.output, Distillation) or self.output.is_adaptive or self.output.top_k:
             raise bad_input(
-                wanted="a distillation whose teacher runs beside the student, towards a target that does not follow "
-                "the loss: kl, reverse_kl or jsd with top_k 0",
+                wanted="a distillation whose teacher gives all its words, towards a target that does not follow the "
+                "loss: kl, reverse_kl or jsd with top_k 0",
                 got=_told(self.output),
                 do="write output: {kl: {teacher: FOLDER}}",
-                key="output",
-            )
-
-        if address_of(self.output.teacher) is not None:
-            raise bad_input(
-                wanted="a teacher beside the student, as the states of its blocks are compared and are not sent",
-                got=self.output.teacher,
-                do="give a folder here, or write the output's loss alone: train.loss: {kl: {teacher: tcp://HOST:PORT}}",
                 key="output",
             )
 
@@ -85,21 +79,21 @@ class Hidden(Loss):
     def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return self.output.predictions(output, batch)
 
-    def paired(self, student: int, teacher: int) -> list[tuple[int, int]]:
-        """Return the pairs of blocks, from 0 on, of models with so many. Raises BadInput where one has too few."""
+    def paired(self, student: Sequence[T], teacher: Sequence[T]) -> list[tuple[T, T]]:
+        """Return the pairs of blocks, of models with these. Raises BadInput where one has too few."""
         if self.layers == "emd" and student and teacher:
-            return [(at, to) for at in range(student) for to in range(teacher)]
-        count = self.pairs or student
-        if not 0 < count <= min(student, teacher):
+            return [(one, other) for one in student for other in teacher]
+        count, m, n = self.pairs or len(student), len(student), len(teacher)
+        if not 0 < count <= min(m, n):
             raise bad_input(
                 wanted=f"{max(count, 1)} or more blocks in student and teacher, one for each pair",
-                got=f"{student} in the student and {teacher} in the teacher",
+                got=f"{m} in the student and {n} in the teacher ({', '.join(map(str, teacher))})",
                 do="set pairs to the smaller number, or take a deeper teacher",
                 key="train.loss.hidden.pairs",
             )
         if self.layers == "last":
-            return [(student - count + at, teacher - count + at) for at in range(count)]
-        return [(-(-at * student // count) - 1, -(-at * teacher // count) - 1) for at in range(1, count + 1)]
+            return list(zip(student[m - count :], teacher[n - count :], strict=True))
+        return [(student[-(-at * m // count) - 1], teacher[-(-at * n // count) - 1]) for at in range(1, count + 1)]
 
 
 def distillation_in(loss: Loss) -> Distillation | None:

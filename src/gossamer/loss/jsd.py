@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 from gossamer.spec.errors import bad_input
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import Loss
-from gossamer.loss._output import labels_of, logits_of
+from gossamer.loss.inputs.labels import labels_of
+from gossamer.loss.inputs.model_output import logits_of
 from gossamer.spec.errors import bad_input
 from gossamer.spec.validate import not_negative, positive
 

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE, Loss
-from gossamer.loss._output import labels_of, logits_of, loss_of, mean_cross_entropy
+from gossamer.loss.inputs.labels import labels_of, mean_cross_entropy
+from gossamer.loss.inputs.model_output import logits_of, loss_of
 from gossamer.spec.errors import bad_input
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 from gossamer.loss.kl import forward_kl
 
 

@@ -20,9 +20,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.loss._distillation import Course, Distillation, fraction
+from gossamer.loss.distillation import Course, Distillation
 from gossamer.loss.kl import forward_kl
 from gossamer.spec.errors import bad_input
+from gossamer.spec.validate import from_0_to_1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Taid(Distillation):
     def __post_init__(self) -> None:
         self.check()
         for name in ("t_start", "t_end", "alpha", "beta"):
-            fraction(name, getattr(self, name))
+            from_0_to_1(name, getattr(self, name))
         if self.t_start > self.t_end:
             got = f"t_start {self.t_start} and t_end {self.t_end}"
             raise bad_input(wanted="t_start of at most t_end", got=got, do="exchange them", key="t_start")

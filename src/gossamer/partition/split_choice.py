@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from gossamer.model.split.dataflow import DataFlow
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.split_points import SplitPoints, balanced_split
 from gossamer.model.units import block_names
 from gossamer.spec.config import RunConfig
@@ -43,11 +44,11 @@ def given_split(
 ) -> SplitPoints:
     """Return the split points of a list of units, each by its name or the number of its block. Raises BadInput."""
     if len(asked) != stages:
-        raise bad_input(
+        raise split_error(
             wanted=f"the first unit of each of {stages} stages",
             got=f"{len(asked)} units ({', '.join(map(str, asked))})",
-            do=f"list {stages} units, one per stage of plan.mesh.pipe, the first of them 0",
-            key="plan.cuts",
+            do=lambda say: f"list {stages} units, one per stage of {say.stages}, the first of them 0",
+            about="cuts",
         )
     blocks = block_names(outline, units)
     first = flow.calls[0].name if asked[0] == 0 else _unit(asked[0], blocks)
@@ -59,12 +60,12 @@ def _unit(given: int | str, blocks: Sequence[str]) -> str:
     if isinstance(given, str):
         return given
     if not 0 <= given < len(blocks):
-        raise bad_input(
+        raise split_error(
             wanted=f"the number of a block, 0 to {len(blocks) - 1}"
             if blocks
             else "the name of a unit, as the model has no repeated blocks",
             got=str(given),
             do="number the repeated blocks from 0, or name a unit",
-            key="plan.cuts",
+            about="cuts",
         )
     return blocks[given]

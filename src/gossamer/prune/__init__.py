@@ -21,7 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.model.unit_walk import Forward, run_to, unit_layers
-from gossamer.prune._expert_distance import expert_distances
+from gossamer.prune._expert_distance import (
+    ExpertCall,
+    ModuleExperts,
+    TeacherExperts,
+    distances_from,
+    expert_distances,
+    mean_square,
+    other_experts,
+    parameter_shapes,
+)
 from gossamer.prune._kept import Kept
 from gossamer.prune._matrices import Found, Matrix, find
 from gossamer.prune._observed import InputStatistics, observing, weighed
@@ -29,17 +38,24 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
 __all__ = [
+    "ExpertCall",
     "InputStatistics",
     "Kept",
     "Matrix",
+    "ModuleExperts",
     "Pruned",
     "PrunedMatrix",
     "Pruning",
     "REGISTRY",
+    "TeacherExperts",
     "apply_masks",
     "build",
+    "distances_from",
     "expert_distances",
+    "mean_square",
     "names",
+    "other_experts",
+    "parameter_shapes",
     "prune",
     "weighed",
 ]

@@ -9,8 +9,9 @@ Source:   Xie, Zhang, Zhou, Xie, Song, Liu, Wang, Lin, Xu, MoE-Pruner, 2024, arX
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,32 +19,96 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.prune._experts import FusedExperts, expert_output, fused_experts, listed_experts, routed, unlike
-from gossamer.spec.errors import bad_input
+from gossamer.prune._experts import FusedExperts, expert_output, fused_experts, is_fused, listed_experts, routed, unlike
+from gossamer.spec.errors import BadInput, bad_input
 
 
-@contextmanager
-def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callable[[], Tensor]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertCall:
+    """A call of one expert of the student: number `number` of the experts at `path`, with its output and their graph.
+
+    `is_new`: whether it belongs to a step's forward, and not to one that is run again during backward.
+    """
+
+    path: str
+    number: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Tensor
+    is_new: bool
+
+
+class TeacherExperts(ABC):
+    """The experts of a teacher, beside the student or elsewhere."""
+
+    @abstractmethod
+    def check(self, path: str, own: nn.Module) -> None:
+        """Raise BadInput unless its experts at `path` have the parameters of `own`, those of the student."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget the calls of the forward before."""
+
+    @abstractmethod
+    def distance(self, call: ExpertCall) -> Callable[[], Tensor]:
+        """Return what gives the mean square of how far a call is from the teacher's, once the forward is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleExperts(TeacherExperts):
+    """The experts of a model in this process, which is frozen by the caller."""
+
+    module: nn.Module
+
+    def check(self, path: str, own: nn.Module) -> None:
+        found = dict(self.module.named_modules()).get(path)
+        if found is None or parameter_shapes(found) != parameter_shapes(own):
+            raise other_experts(path, is_there=found is not None)
+
+    def begin(self) -> None:
+        """Do nothing: a call is answered when it is made."""
+
+    @torch.no_grad()
+    def output(self, path: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """Return what one expert gives, before the router's weight."""
+        module = self.module.get_submodule(path)
+        if is_fused(module):
+            return expert_output(FusedExperts(path, module), number, *args)
+        found: Tensor = [*module.children()][number](*args, **kwargs)
+        return found
+
+    def distance(self, call: ExpertCall) -> Callable[[], Tensor]:
+        found = mean_square(call.output, self.output(call.path, call.number, call.args, call.kwargs))
+        return lambda: found
+
+
+def expert_distances(student: nn.Module, teacher: nn.Module) -> AbstractContextManager[Callable[[], Tensor]]:
     """Yield a function that returns D of the student's last forward in this context, with its graph, once.
 
     The teacher is a model of the same structure, frozen by the caller; its experts alone run. A forward without
     gradients adds nothing, and a block that is run again during backward adds nothing then. Raises BadInput for a model
     without experts, for a teacher that has others, and in a forward that hides the graph of its experts.
     """
-    distances = _Distances()
+    return distances_from(student, ModuleExperts(teacher))
+
+
+@contextmanager
+def distances_from(student: nn.Module, teacher: TeacherExperts) -> Iterator[Callable[[], Tensor]]:
+    """Do what `expert_distances` does, with the experts of a teacher wherever they are."""
+    distances = _Distances(teacher)
     with ExitStack() as stack:
         handle = student.register_forward_pre_hook(lambda *_: distances.begin())
         stack.callback(handle.remove)
         pairs = 0
         for at in fused_experts(student):
-            other = FusedExperts(at.path, _counterpart(teacher, at.path, at.module))
-            given = partial(_of_fused, at, other, distances)
+            teacher.check(at.path, at.module)
+            given = partial(_of_fused, at, distances)
             stack.callback(at.module.register_forward_hook(given, with_kwargs=True).remove)
             pairs += 1
         for listed in listed_experts(student):
-            others = [*_counterpart(teacher, listed.path, student.get_submodule(listed.path)).children()]
-            for expert, counterpart in zip(listed.experts, others, strict=True):
-                hook = partial(_of_member, listed.path, counterpart, distances)
+            teacher.check(listed.path, student.get_submodule(listed.path))
+            for number, expert in enumerate(listed.experts):
+                hook = partial(_of_member, listed.path, number, distances)
                 stack.callback(expert.register_forward_hook(hook, with_kwargs=True).remove)
                 pairs += 1
         if not pairs:
@@ -61,11 +126,13 @@ def expert_distances(student: nn.Module, teacher: nn.Module) -> Iterator[Callabl
 class _Distances:
     """Distances of a forward of the student. `is_open`: it has begun with gradients, and they are not taken yet."""
 
-    found: list[Tensor] = field(default_factory=list)
+    teacher: TeacherExperts
+    found: list[Callable[[], Tensor]] = field(default_factory=list)
     is_open: bool = False
 
     def begin(self) -> None:
         self.found.clear()
+        self.teacher.begin()
         self.is_open = torch.is_grad_enabled()
 
     def are_wanted(self, path: str, module: nn.Module) -> bool:
@@ -81,61 +148,56 @@ class _Distances:
             )
         return False
 
-    def add(self, distance: Tensor) -> None:
+    def add(self, path: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Tensor) -> None:
+        distance = self.teacher.distance(ExpertCall(path, number, args, kwargs, output, self.is_open))
         if self.is_open:  # else a block is run again for backward, and its loss is known
             self.found.append(distance)
 
     def taken(self) -> Tensor:
-        total = torch.stack(self.found).sum() if self.found else torch.zeros(())
+        total = torch.stack([one() for one in self.found]).sum() if self.found else torch.zeros(())
         self.found.clear()  # a graph is held no longer than its loss
+        self.teacher.begin()
         self.is_open = False
         return total
 
 
-def _counterpart(teacher: nn.Module, path: str, own: nn.Module) -> nn.Module:
-    """Return the teacher's module at `path`. Raises BadInput unless its parameters have the shapes of `own`."""
-    found: nn.Module | None = dict(teacher.named_modules()).get(path)
-    shapes = [
-        {name: one.shape for name, one in module.named_parameters()} for module in (own, found) if module is not None
-    ]
-    if found is None or shapes[0] != shapes[1]:
-        raise bad_input(
-            wanted=f"a teacher with the experts of the student in {path}",
-            got="other ones" if found is not None else "none",
-            do="give the model that was pruned",
-            key="prune",
-        )
-    return found
+def parameter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a module's parameters, by name."""
+    return {name: tuple(one.shape) for name, one in module.named_parameters()}
+
+
+def other_experts(path: str, *, is_there: bool) -> BadInput:
+    """Return the error for a teacher that has other experts at `path` than the student, or none."""
+    return bad_input(
+        wanted=f"a teacher with the experts of the student in {path}",
+        got="other ones" if is_there else "none",
+        do="give the model that was pruned",
+        key="prune",
+    )
 
 
 def _of_member(
-    path: str, teacher: nn.Module, distances: _Distances, expert: nn.Module, args: Any, kwargs: Any, output: Any
+    path: str, number: int, distances: _Distances, expert: nn.Module, args: Any, kwargs: Any, output: Any
 ) -> None:
     if not distances.are_wanted(path, expert):
         return
     if not isinstance(output, Tensor):
         raise unlike(path, expert, "it returns more than one tensor")
     if output.numel():
-        with torch.no_grad():
-            wanted = teacher(*args, **kwargs)
-        distances.add(_mean_square(output, wanted))
+        distances.add(path, number, args, kwargs, output)
 
 
-def _of_fused(
-    at: FusedExperts, other: FusedExperts, distances: _Distances, module: Any, args: Any, kwargs: Any, output: Tensor
-) -> None:
+def _of_fused(at: FusedExperts, distances: _Distances, module: Any, args: Any, kwargs: Any, output: Tensor) -> None:
     if not distances.are_wanted(at.path, module):
         return
     hidden, chosen, _ = routed(at, args, kwargs)
     for number in sorted(set(chosen.flatten().tolist())):
         tokens, _ = torch.where(chosen == number)
         x = hidden[tokens]
-        with torch.no_grad():
-            wanted = expert_output(other, number, x)
-        distances.add(_mean_square(expert_output(at, number, x), wanted))
+        distances.add(at.path, number, (x,), {}, expert_output(at, number, x))
 
 
-def _mean_square(one: Tensor, other: Tensor) -> Tensor:
+def mean_square(one: Tensor, other: Tensor) -> Tensor:
     """Return the mean square of a difference, in float32 of half types."""
     exact = torch.promote_types(one.dtype, torch.float32)
     return (one.to(exact) - other.to(exact)).square().mean()

@@ -8,6 +8,7 @@ sample or evaluation has them.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss import IGNORE
-from gossamer.loss._distillation import targets
 from gossamer.loss.hidden_match import HiddenMatch
+from gossamer.loss.inputs.labels import targets
 from gossamer.model.seeded import seeded
 from gossamer.model.unit_seeds import mix
 from gossamer.model.units import block_names
 from gossamer.ops.transport import optimal_flow
 from gossamer.spec.errors import bad_input
 
+MASK = "attention_mask"
 CHILD = "hidden_match"  # attribute of the student while it is trained
 _KEY = "train.loss.hidden"
 
@@ -78,6 +80,28 @@ class BlockTaps:
         self.held.clear()
 
 
+class TeacherStates(ABC):
+    """The states of a teacher's blocks at the tokens of the batch whose loss is due."""
+
+    @abstractmethod
+    def taken(self, batch: Mapping[str, Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+        """Return the rows (n, E) of each block at the labels whose numbers are `valid`; they are then held no longer.
+
+        Raises BadInput for states of other tokens than the batch's.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TappedStates(TeacherStates):
+    """The states of a teacher beside the student."""
+
+    taps: BlockTaps
+
+    def taken(self, batch: Mapping[str, Tensor], valid: Tensor) -> Mapping[str, Tensor]:
+        found = self.taps.taken()
+        return {path: label_rows(one, batch, f"{path} of the teacher")[valid] for path, one in found.items()}
+
+
 class HiddenMaps(nn.Module):
     """The learned maps, a set for each pair of blocks or for several, `NAME_SET`, in the type of the student.
 
@@ -113,7 +137,7 @@ class HiddenTerm:
     pairs: Sequence[tuple[str, str, int]]
     maps: HiddenMaps
     student: BlockTaps
-    teacher: BlockTaps
+    teacher: TeacherStates
     join: Callable[[Tensor], Tensor] = torch.mean
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -122,17 +146,17 @@ class HiddenTerm:
         Random numbers are drawn where not all tokens are compared: under `ModelRuntime.loss` they depend on seed, step
         and micro-batch alone. Raises BadInput for hidden states of other tokens than the batch's.
         """
-        ours, theirs = self.student.taken(), self.teacher.taken()
-        labels = targets(batch)
+        ours, labels = self.student.taken(), targets(batch)
         valid = (labels != IGNORE).nonzero().squeeze(1)
-        most = self.by.most_tokens
-        if most and len(valid) > most:
-            valid = valid[torch.randperm(len(valid), device=valid.device)[:most].sort().values]
-        found = []
+        most, found = self.by.most_tokens, []
         with torch.autocast(labels.device.type, enabled=False):
+            theirs = self.teacher.taken(batch, valid)
+            if most and len(valid) > most:
+                drawn = torch.randperm(len(valid), device=valid.device)[:most].sort().values
+                valid, theirs = valid[drawn], {path: one[drawn] for path, one in theirs.items()}
             for own, other, which in self.pairs:
-                x = token_rows(ours[own], batch, f"{own} of the student")[valid]
-                y = token_rows(theirs[other], batch, f"{other} of the teacher")[valid].detach()
+                x = label_rows(ours[own], batch, f"{own} of the student")[valid]
+                y = theirs[other].detach()
                 found.append(self.by.loss(x.float(), y.float(), self.maps.of(which)))
             return self.weight * self.join(torch.stack(found))
 
@@ -149,17 +173,20 @@ class EarthMovers:
         return (costs * torch.tensor(flow).to(costs).flatten()).sum()
 
 
-def token_rows(hidden: Tensor, batch: Mapping[str, Tensor], what: str) -> Tensor:
-    """Return a row (., D) for each label of a batch: of a token, or, where a row of the batch has one label, the mean
-    over its tokens, without padding. Raises BadInput for a hidden state of other shapes.
+def label_rows(hidden: Tensor, batch: Mapping[str, Tensor], what: str) -> Tensor:
+    """Return a row (., D) for each label of a batch, as `token_rows` does."""
+    return token_rows(hidden, batch["labels"].shape, batch.get(MASK), what)
+
+
+def token_rows(hidden: Tensor, labels: Sequence[int], mask: Tensor | None, what: str) -> Tensor:
+    """Return a row (., D) for each label, of labels of this shape: of a token, or, where a row of the batch has one
+    label, the mean over its tokens, without padding (`mask` 0). Raises BadInput for a hidden state of other shapes.
     """
-    labels = batch["labels"]
-    if labels.ndim == 2 and hidden.ndim == 3 and hidden.shape[:2] == labels.shape:
+    if len(labels) == 2 and hidden.ndim == 3 and hidden.shape[:2] == tuple(labels):
         return hidden.flatten(0, 1)
-    if labels.ndim == 1 and hidden.ndim in (2, 3) and len(hidden) == len(labels):
+    if len(labels) == 1 and hidden.ndim in (2, 3) and len(hidden) == labels[0]:
         if hidden.ndim == 2:
             return hidden
-        mask = batch.get("attention_mask")
         if mask is None:
             return hidden.mean(1)
         if mask.shape == hidden.shape[:2]:
@@ -167,7 +194,7 @@ def token_rows(hidden: Tensor, batch: Mapping[str, Tensor], what: str) -> Tensor
             return (hidden * kept).sum(1) / kept.sum(1).clamp(min=1)
     raise bad_input(
         wanted="hidden states (batch, sequence, width), of the tokens of the batch",
-        got=f"{tuple(hidden.shape)} of {what}, with labels {tuple(labels.shape)}",
+        got=f"{tuple(hidden.shape)} of {what}, with labels {tuple(labels)}",
         do="use the distillation of outputs alone",
         key=_KEY,
     )

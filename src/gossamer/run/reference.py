@@ -17,8 +17,8 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
 from gossamer.loss import Loss
-from gossamer.loss._answers import answer_log_probabilities
 from gossamer.loss.dpo import ANSWERS, REFERENCE
+from gossamer.loss.inputs.answers import answer_log_probabilities
 from gossamer.model.side_effects import evaluating, untouched
 from gossamer.model.split.constructor_state import tensors_of
 from gossamer.run.batches import Batches, MicroBatch, RankBatch, WidenedBatches, moved, part, row_slices

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.loss import IGNORE, Loss
-from gossamer.loss._distillation import Course, Distillation, targets
-from gossamer.loss._output import check_no_terms, logits_of
+from gossamer.loss.distillation import Course, Distillation
+from gossamer.loss.inputs.labels import targets
+from gossamer.loss.inputs.model_output import check_no_terms, logits_of
 from gossamer.model.forward_adapter import ForwardAdapter
 from gossamer.ops.tiled_logits import HeadRows, by_token, coarse
 from gossamer.run.batches import row_slices

@@ -19,7 +19,7 @@ from torch import Tensor
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, Message
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 from gossamer.model.precision import Precision
 from gossamer.run.batches import Batches, RankBatch, WidenedBatches, moved, part, row_slices
 from gossamer.run.kept_tensors import KeptTensors, Tensors

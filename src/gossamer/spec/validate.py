@@ -29,3 +29,9 @@ def a_part(name: str, value: float) -> None:
     """Raise BadInput unless 0 < value <= 1."""
     if not 0 < value <= 1:
         raise bad_input(wanted="a fraction above 0 and up to 1", got=f"{value:g}", do="give 1 for all", key=name)
+
+
+def from_0_to_1(name: str, value: float) -> None:
+    """Raise BadInput unless 0 <= value <= 1."""
+    if not 0.0 <= value <= 1.0:
+        raise bad_input(wanted="a number from 0 to 1", got=str(value), do="give one", key=name)

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from gossamer.loss._distillation import fraction
 from gossamer.loss.hidden_match import HiddenMatch
 from gossamer.ops.mutual_information import interpolated_bound
 from gossamer.spec.errors import bad_input
-from gossamer.spec.validate import positive
+from gossamer.spec.validate import from_0_to_1, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class MiAlpha(HiddenMatch):
     tokens: int = 256
 
     def __post_init__(self) -> None:
-        fraction("alpha", self.alpha)
+        from_0_to_1("alpha", self.alpha)
         positive("width", self.width)
         if self.tokens < 2:
             do = "give at least 2: a pair needs another token beside it"

@@ -36,8 +36,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gossamer.model.split.output_leaf import Produced
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.trace_backends import GROUPED, changed, like_bf16, unlogged
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 
 _LIKE = (
     "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
@@ -254,12 +255,13 @@ class StageAbsence:
     def refuse(self, origin: str, how: str, cause: BaseException | None = None) -> NoReturn:
         """Raise BadInput, now and once more when the forward ends (user code may catch the first)."""
         at = user_line()
-        error = bad_input(
+        error = split_error(
             wanted=f"stage {self.stage} to read the same tensors as in the traced forward",
             got=f"{origin}, which this stage does not have: {how}{f', at {at}' if at else ''}",
-            do="read the same tensors in every forward (whatever earlier ones counted, drew or stored), read this one "
-            "within a unit, or set plan.cuts so that one stage has the tensor and its reader",
-            key="plan.mesh.pipe",
+            do=lambda say: (
+                "read the same tensors in every forward (whatever earlier ones counted, drew or stored), read "
+                f"this one within a unit, or set {say.cuts} so that one stage has the tensor and its reader"
+            ),
         )
         self.refused = self.refused or error
         raise error from cause

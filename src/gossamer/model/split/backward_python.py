@@ -24,6 +24,7 @@ from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import DataFlow
 from gossamer.model.split.recompute import BufferValues, copy_buffers, in_place_of, python_of
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.split_points import StageSpec
 from gossamer.model.split.stale_attributes import StaleAttributes
 from gossamer.spec.errors import BadInput, bad_input
@@ -139,12 +140,11 @@ class BackwardPython:
                 )
 
     def _refused(self, name: str) -> BadInput:
-        return bad_input(
+        return split_error(
             wanted="a backward that changes no state, except state that its own unit alone uses",
             got=f"a hook, an autograd.Function or a recomputed forward that changes {name or 'a variable'}, "
             f"on stage {self.stage} (with {', '.join(sorted(self.owned))}), after forwards of other micro-batches",
-            do="change it in the forward, or set plan.mesh.pipe: 1",
-            key="plan.mesh.pipe",
+            do=lambda say: f"change it in the forward, or {say.whole}",
         )
 
     @contextmanager
@@ -163,11 +163,10 @@ class BackwardPython:
 
         def read(module: nn.Module, name: str) -> Any:
             if (id(module), name) in roots:
-                raise bad_input(
+                raise split_error(
                     wanted=f"hooks that run on stage {self.stage} to read what this stage computes",
                     got=f"one that reads {paths[id(module)]}.{name}, which a unit of another stage has set",
-                    do="capture the value in the hook's closure, or let one stage have both (plan.cuts)",
-                    key="plan.mesh.pipe",
+                    do=lambda say: f"capture the value in the hook's closure, or let one stage have both ({say.cuts})",
                 )
             return object.__getattribute__(module, name)
 
@@ -188,10 +187,11 @@ def check_left(flow: DataFlow, part: StageSpec) -> None:
     """
     for name, at in flow.state.left.items():
         if any(part.owns(i) for i in at) and not all(part.owns(i) for i in at):
-            raise bad_input(
+            raise split_error(
                 wanted=f"{name}, which code in a backward may read, to be set by units of one stage",
                 got=f"writes by {', '.join(flow.calls[i].name for i in sorted(at))}",
-                do="keep it in the ctx of the autograd.Function, or set plan.cuts so that one stage has all these "
-                "units",
-                key="plan.mesh.pipe",
+                do=lambda say: (
+                    f"keep it in the ctx of the autograd.Function, or set {say.cuts} so that one stage has all "
+                    "these units"
+                ),
             )

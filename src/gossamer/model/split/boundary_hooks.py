@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.hooks import BackwardHook
 
 from gossamer.model.split.pytree import leaves_of
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.model.split.split_error import split_error
+from gossamer.spec.errors import BadInput
 
-_KEY = "plan.mesh.pipe"
 Hooks = Mapping[int, Callable[..., Any]]
 
 
@@ -74,11 +74,10 @@ class BoundaryHooks:
             unit._backward_hooks, unit._backward_pre_hooks = hooks
 
     def _refused(self, got: str) -> BadInput:
-        return bad_input(
+        return split_error(
             wanted=f"only full backward hooks (register_full_backward_hook) on {self.name}",
             got=f"backward hooks and {got}",
             do=f"set these hooks on a module within {self.name}",
-            key=_KEY,
         )
 
 
@@ -89,9 +88,8 @@ def check_around(module: nn.Module, called: Mapping[str, set[int]]) -> None:
             continue
         stages = [found for name, found in called.items() if name.startswith(f"{path}.")]
         if len(set().union(*stages)) > 1:
-            raise bad_input(
+            raise split_error(
                 wanted=f"{path}, which has backward hooks, in one stage",
                 got=f"its units in stages {', '.join(map(str, sorted(set().union(*stages))))}",
-                do="set the hooks on its units, or set plan.cuts so that one stage has all of its units",
-                key=_KEY,
+                do=lambda say: f"set the hooks on its units, or set {say.cuts} so that one stage has all of its units",
             )

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gossamer.model.split.dataflow import BufferWrite, CallOutput, DataFlow
-from gossamer.spec.errors import bad_input
+from gossamer.model.split.split_error import split_error
 
-_KEY = "plan.mesh.pipe"
 Keepers = Mapping[str, frozenset[int]]  # buffer -> stages
 
 
@@ -31,11 +30,10 @@ def keepers_of(flow: DataFlow, bounds: Sequence[int], receives: Sequence[Sequenc
         right = (s for s in stages if all(_is_right(c, flow, bounds, s, receives[s]) for c in use.changes))
         found[name] = frozenset(right)
         if not found[name]:
-            raise bad_input(
+            raise split_error(
                 wanted=f"the buffer {name} to be changed in one stage",
                 got=f"changes {_listed(flow, bounds, use.changes)}",
-                do="set plan.cuts so that one stage has all these changes",
-                key=_KEY,
+                do=lambda say: f"set {say.cuts} so that one stage has all these changes",
             )
     return found
 
@@ -51,11 +49,10 @@ def check_readers(flow: DataFlow, bounds: Sequence[int], keepers: Keepers) -> No
         read |= {p: s for p in use.looks for s in range(last + 1) if p <= bounds[s + 1] and s not in stages}
         for position, stage in sorted(read.items()):
             if stage not in stages:
-                raise bad_input(
+                raise split_error(
                     wanted=f"the buffer {name} to be read in the stage that changes it (stage {min(stages)})",
                     got=f"a read by {_named(flow, position)}, in stage {stage}",
-                    do="set plan.cuts so that one stage has both the change and the read",
-                    key=_KEY,
+                    do=lambda say: f"set {say.cuts} so that one stage has both the change and the read",
                 )
 
 

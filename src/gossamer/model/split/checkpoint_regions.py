@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.model.split.pytree import leaves_of
-from gossamer.spec.errors import bad_input
+from gossamer.model.split.split_error import split_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,11 @@ class PlaceholderRegion:
         """
         if self.is_shadow or self.versions != _versions(self.output):
             what = "Python state that other code may read" if self.is_shadow else "a tensor that is written in place"
-            raise bad_input(
+            raise split_error(
                 wanted=f"{unit}, which the model's code calls in a checkpointed region, to produce only tensors that "
                 "are never written in place, as later stages recompute the region",
                 got=what,
-                do="checkpoint within the unit, or set plan.cuts so that one stage has all of the region",
-                key="plan.mesh.pipe",
+                do=lambda say: f"checkpoint within the unit, or set {say.cuts} so that one stage has all of the region",
             )
         return self.output
 

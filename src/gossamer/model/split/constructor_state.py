@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from gossamer.model.split.split_error import SplitArguments, split_error
 from gossamer.ops.fingerprint import digest
 from gossamer.spec.errors import bad_input
 
@@ -142,11 +144,10 @@ class Readers(TorchFunctionMode):
     def check(self) -> None:
         """Raise BadInput if a derived tensor was read: its stage may not hold the parameters it was computed from."""
         for name in sorted(self.found):
-            raise bad_input(
+            raise split_error(
                 wanted="a forward that reads no tensor which the constructor computed from parameters",
                 got=f"{name}, which the constructor computed from a parameter, or put into the memory of one",
-                do=f"compute {name} in forward, or set plan.mesh.pipe: 1",
-                key="plan.mesh.pipe",
+                do=partial(_in_forward, name),
             )
 
 
@@ -199,3 +200,7 @@ def _memory(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError, ValueError):
         return 0
+
+
+def _in_forward(name: str, say: SplitArguments) -> str:
+    return f"compute {name} in forward, or {say.whole}"

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.model.split.dataflow import CallOutput, DataFlow, UnitCall
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.split_points import StageSpec
-from gossamer.spec.errors import BadInput, bad_input
-
-_KEY = "plan.mesh.pipe"
+from gossamer.spec.errors import BadInput
 
 
 @dataclass(slots=True)
@@ -39,12 +38,13 @@ class ForwardRun:
     def strayed(self, came: str) -> BadInput:
         """Return the error for `came`, a unit or the end of the forward, in place of the next call."""
         wanted = self.flow.calls[self.at].name if self.at < self.flow.end else "the end of the forward"
-        return bad_input(
+        return split_error(
             wanted=f"{wanted} to come next in the forward on stage {self.part.stage}, as in the traced forward",
             got=came,
-            do="a split model calls the same units in the same order in every forward: move the decision into a unit, "
-            "or set plan.mesh.pipe: 1",
-            key=_KEY,
+            do=lambda say: (
+                "a split model calls the same units in the same order in every forward: move the decision "
+                f"into a unit, or {say.whole}"
+            ),
         )
 
     def origin(self, place: int) -> str:
@@ -58,12 +58,13 @@ class ForwardRun:
         """Return the error for `came`, in place of what the call gave in the trace."""
         which = f" as its output {place}" if place >= 0 and len(call.leaves) > 1 else ""
         got = f"a tensor {tuple(came.shape)}" if isinstance(came, Tensor) else came if place < 0 else repr(came)
-        return bad_input(
+        return split_error(
             wanted=f"{call.name} to produce {wanted}{which} on stage {self.part.stage}, as in the traced forward",
             got=str(got),
-            do=f"produce the same kind of value every time, or set plan.cuts so that one stage has {call.name} and "
-            "its readers",
-            key=_KEY,
+            do=lambda say: (
+                f"produce the same kind of value every time, or set {say.cuts} so that one stage has "
+                f"{call.name} and its readers"
+            ),
         )
 
     def check_structure(self, call: UnitCall, leaves: Sequence[Any]) -> None:

@@ -19,7 +19,7 @@ from gossamer.model.python_state.record import Difference
 from gossamer.model.snapshot import Snapshot
 from gossamer.model.split.dataflow import DataFlow
 from gossamer.model.split.python_effects import OF_TORCH, unseen
-from gossamer.spec.errors import bad_input
+from gossamer.model.split.split_error import split_error
 
 _STORES = frozenset(("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF", "DELETE_ATTR", "DELETE_SUBSCR"))
 _CHANGES = frozenset(
@@ -77,13 +77,14 @@ class LaterEffects:
         with unseen():
             began = next((one for one in before.differences() if self._is_new(flow, number, one)), None)
         if began is not None:
-            raise bad_input(
+            raise split_error(
                 wanted=f"{flow.calls[number].name} to change the same Python state in every forward, on stage "
                 f"{self.stage}, as in the traced forward",
                 got=f"a change of {began.name or 'a variable'}, which the traced forward did not change",
-                do="change it in the code between units, or set plan.cuts so that one stage has the unit and all code "
-                "that reads it",
-                key="plan.mesh.pipe",
+                do=lambda say: (
+                    f"change it in the code between units, or set {say.cuts} so that one stage has the unit and "
+                    "all code that reads it"
+                ),
             )
 
     def _is_new(self, flow: DataFlow, number: int, one: Difference) -> bool:

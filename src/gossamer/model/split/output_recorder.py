@@ -14,9 +14,7 @@ from gossamer.model.split.dataflow import KEPT, CallOutput, SideOutput, UnitCall
 from gossamer.model.split.forward_run import ForwardRun
 from gossamer.model.split.output_leaf import ArgumentLeaf, OutputLeaf, Produced, PythonLeaf, RepeatedLeaf, TensorLeaf
 from gossamer.model.split.pytree import flatten
-from gossamer.spec.errors import bad_input
-
-_KEY = "plan.mesh.pipe"
+from gossamer.model.split.split_error import split_error
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,10 @@ class OutputRecorder:
 
     def _check_shape(self, run: ForwardRun, wanted: tuple[int, ...], tensor: Tensor) -> None:
         if tensor.shape != wanted:
-            raise bad_input(
+            raise split_error(
                 wanted=f"{run.flow.calls[run.at].name} to produce a tensor of shape {wanted} on stage "
                 f"{run.part.stage}, as in the traced forward",
                 got=f"{tuple(tensor.shape)}: the shape of a tensor between stages may depend on the shapes of a "
                 "batch, not on its values",
                 do="pad it, or select the elements within the unit that needs them",
-                key=_KEY,
             )

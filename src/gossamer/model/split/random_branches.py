@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gossamer.model.split.dataflow import DataFlow
-from gossamer.spec.errors import bad_input
+from gossamer.model.split.split_error import split_error
 
 _WORDS, _ENDS = 624, 500  # of the state of a Mersenne twister; so many at an end, then others: loops that reject do end
 _HIGHEST = 0x12DD9BB3  # as a word of the state, gives 32 ones
@@ -99,13 +99,12 @@ def check_way(module: nn.Module, flow: DataFlow, other: DataFlow) -> None:
     first = next((i for i, pair in enumerate(zip(*ways, strict=False)) if pair[0] != pair[1]), min(map(len, ways)))
     longer = max(ways, key=len)
     switches = ", ".join(sorted(set(_switches(module))))
-    raise bad_input(
+    raise split_error(
         wanted="a forward that calls the same units every time, to be split into stages",
         got=f"one in which a random number decides whether {longer[first]} runs",
         do=f"set {switches} to 0 (in model.config, or in your module)"
         if switches
         else f"call {longer[first]} every time, and let it decide inside its forward what it does",
-        key="plan.mesh.pipe",
     )
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.model.split.split_error import split_error
+from gossamer.spec.errors import BadInput
 
 _SAID = "modified by an inplace operation"  # part of autograd's error for a saved tensor
 
@@ -75,9 +76,8 @@ def refused_by_name() -> Iterator[None]:
 
 def written_meanwhile(what: str) -> BadInput:
     """Return the BadInput for a tensor (`what`) that a backward needs and a later forward wrote in place."""
-    return bad_input(
+    return split_error(
         wanted="no in-place write to a tensor that a backward still needs, while other micro-batches run forward",
         got=f"{what}, which a later forward has written in place",
-        do="keep it in a buffer or an attribute of a module, use a copy of it (clone()), or set plan.mesh.pipe: 1",
-        key="plan.mesh.pipe",
+        do=lambda say: f"keep it in a buffer or an attribute of a module, use a copy of it (clone()), or {say.whole}",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from torch import nn
@@ -13,10 +14,9 @@ from gossamer.model.split.boundary_hooks import check_around
 from gossamer.model.split.buffer_owners import Keepers, check_readers, keepers_of
 from gossamer.model.split.dataflow import FIRST, HIDDEN, TOLD, CallOutput, DataFlow, LateWrite, UnitCall
 from gossamer.model.split.output_leaf import OpaqueLeaf
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.model.split.split_error import SplitArguments, SplitError, split_error
 from gossamer.spec.suggest import nearest
 
-_KEY = "plan.mesh.pipe"
 _FLOP_PER_BYTE = (
     10.0  # multiplied in the time that a byte of memory takes, on machines of all kinds, within a few times
 )
@@ -89,11 +89,10 @@ def stage_specs(
     starts = _starts(module, flow, cuts)
     bounds = [*starts, flow.end]
     if flow.slope and len(starts) > 1:
-        raise bad_input(
+        raise split_error(
             wanted="gradients that are taken in the forward to be taken within a unit",
             got=f"one through {flow.slope}, taken between units",
-            do="name the module that takes the gradient as one unit (plan.units), or set plan.mesh.pipe: 1",
-            key="plan.mesh.pipe",
+            do=lambda say: say.units_or("name the module that takes the gradient as one unit", say.whole),
         )
     edges = [_edges(flow, low) for low in bounds]
     keepers = keepers if keepers is not None else keepers_of(flow, bounds, edges)
@@ -166,18 +165,16 @@ def _starts(module: nn.Module, flow: DataFlow, cuts: SplitPoints) -> list[int]:
     _check_count(flow, cuts.stages)
     starts = [_number(module, flow, name) for name in cuts.first]
     if starts[:1] != [0]:
-        raise bad_input(
+        raise split_error(
             wanted=f"the first stage to begin with {flow.calls[0].name}, which runs first",
             got=", ".join(cuts.first[:1]) or "no stage",
-            do=f"put {flow.calls[0].name} first in plan.cuts",
-            key=_KEY,
+            do=lambda say: f"put {flow.calls[0].name} first in {say.cuts}",
         )
     if sorted(set(starts)) != starts:
-        raise bad_input(
+        raise split_error(
             wanted="stages in the order of the forward",
             got=", ".join(cuts.first),
-            do="sort plan.cuts in that order",
-            key=_KEY,
+            do=lambda say: f"sort {say.cuts} in that order",
         )
     return starts
 
@@ -192,35 +189,36 @@ def _number(module: nn.Module, flow: DataFlow, name: str) -> int:
     if outer is not None and any(path == name for path, _ in module.named_modules()):
         times = sum(call.unit == outer for call in flow.calls)
         why = f", which is one module called {times} times" if times > 1 else ""
-        raise bad_input(
-            wanted="a cut between units", got=f"{name}, inside {outer}{why}", do=f"cut before {outer}", key=_KEY
+        raise split_error(
+            wanted="a cut between units",
+            got=f"{name}, inside {outer}{why}",
+            do=f"cut before {outer}",
         )
     if name in flow.units:
-        raise bad_input(
+        raise split_error(
             wanted="a unit that the forward calls",
             got=f"{name}, which the forward never calls",
-            do=f"name another unit than {name} in plan.cuts",
-            key=_KEY,
+            do=lambda say: f"name another unit than {name} in {say.cuts}",
         )
-    raise BadInput(f"there is no unit {name!r}: {nearest(name, flow.names)}", key=_KEY)
+    raise SplitError(f"there is no unit {name!r}", lambda _: nearest(name, flow.names))
 
 
 def _check_count(flow: DataFlow, stages: int) -> None:
     if stages <= len(flow.calls) and (stages == 1 or flow.units != ("",)):
         return
     if len(flow.calls) <= 1:
-        raise bad_input(
+        raise split_error(
             wanted=f"a model that can be split into {stages} stages",
             got="one without repeated blocks, lists of modules or children that own parameters",
-            do="name the modules to cut between (plan.units), or use fewer stages",
-            key=_KEY,
+            do=lambda say: say.units_or("name the modules to cut between", "use fewer stages"),
         )
-    raise bad_input(
+    raise split_error(
         wanted=f"at least {stages} units for {stages} stages",
         got=f"{len(flow.calls)}: {', '.join(call.name for call in flow.calls[:6])}" + _never_called(flow),
-        do=f"name smaller modules that the forward calls (plan.units), to split the model between them, or use "
-        f"{len(flow.calls)} stages at most",
-        key=_KEY,
+        do=lambda say: say.units_or(
+            "name smaller modules that the forward calls, to split the model between them",
+            f"use {len(flow.calls)} stages at most",
+        ),
     )
 
 
@@ -235,48 +233,50 @@ def _check(flow: DataFlow, part: StageSpec) -> None:
     for call in flow.calls[: part.low]:
         strange = next((leaf.kind for leaf in call.leaves if isinstance(leaf, OpaqueLeaf)), "")
         if strange and any(v.place == HIDDEN for v in part.receives):
-            raise bad_input(
+            raise split_error(
                 wanted=f"{call.name} to return tensors, in tuples, lists, dicts or dataclasses",
                 got=f"a {strange}",
-                do=f"return its tensors, or have no split point before {flow.calls[part.low].name} (plan.cuts)",
-                key=_KEY,
+                do=lambda say: (
+                    f"return its tensors, or have no split point before {flow.calls[part.low].name} ({say.cuts})"
+                ),
             )
     for value in part.receives:
         if value.place == HIDDEN:
             readers = sorted(flow.readers[value])
-            raise bad_input(
+            raise split_error(
                 wanted=f"{flow.calls[value.call].name} to return, or keep as an attribute, every tensor that is read "
                 "elsewhere",
                 got=f"a tensor made in {flow.calls[value.call].name}, which {_reader(flow, readers[-1])} reads",
-                do=f"return that tensor, or set plan.cuts without a split point between the two (this one is before "
-                f"{flow.calls[part.low].name})",
-                key=_KEY,
+                do=lambda say: (
+                    f"return that tensor, or set {say.cuts} without a split point between the two (this one "
+                    f"is before {flow.calls[part.low].name})"
+                ),
             )
     for value in flow.nodes.intersection(part.receives):
-        raise BadInput(
+        raise SplitError(
             f"code between units reads the grad_fn of an output of {flow.calls[value.call].name}, which stage "
-            f"{part.stage} receives from another rank without its graph: call register_hook on the tensor, register "
-            "the hook inside the unit, or move the split point (plan.cuts)",
-            key=_KEY,
+            f"{part.stage} receives from another rank without its graph",
+            lambda say: (
+                "call register_hook on the tensor, register the hook inside the unit, or move the split point "
+                f"({say.cuts})"
+            ),
         )
     for number, call in enumerate(flow.calls[: part.low]):
         for places in call.overlaps:
             if sum(CallOutput(number, place) in part.receives for place in places) > 1:
-                raise bad_input(
+                raise split_error(
                     wanted=f"{call.name} to return tensors that share no memory, or that are not written in place",
                     got=f"outputs {', '.join(map(str, places))}, which share memory, and a write to one of them",
-                    do=f"return a copy (.clone()), or set plan.cuts so that one stage has {call.name} and all readers",
-                    key=_KEY,
+                    do=partial(_one_reader, call.name),
                 )
     for value, positions in flow.branches.items():
         late = [p for p in positions if p < part.high or part.is_last]
         if late and value.call < part.low and value not in part.receives:
             name = flow.calls[value.call].name
-            raise bad_input(
+            raise split_error(
                 wanted=f"no data-dependent branch on the output of {name} in code that every stage runs",
                 got=f"one (or an .item()) before {_reader(flow, late[0])}, and stage {part.stage} does not receive it",
-                do=f"move the branch into a unit, or put the last split point right behind {name} (plan.cuts)",
-                key=_KEY,
+                do=partial(_branch, name),
             )
 
     check_late(flow, part, end_of(flow, part), [one for one in flow.state.late if one.after != FIRST])
@@ -296,14 +296,23 @@ def check_late(flow: DataFlow, part: StageSpec, end: float, lates: Sequence[Late
     """Raise BadInput if the forward ends at `end`, and the next one needs Python state that the rest would change."""
     late = next((one for one in lates if one.matters(end) and _stays(flow, one, end)), None)
     if late is not None:
-        raise bad_input(
+        raise split_error(
             wanted=f"the update of {late.name}, which the next forward reads, before any read (.item(), bool()) of a "
             f"tensor that stage {part.stage} does not have (its last unit is {flow.calls[part.high - 1].name})",
             got=f"such a read before {_reader(flow, math.ceil(end))}, where the forward of that stage has to end",
-            do="move the read behind the update, use tensors instead of Python numbers, or set plan.cuts so that the "
-            "stage has the tensor",
-            key=_KEY,
+            do=lambda say: (
+                f"move the read behind the update, use tensors instead of Python numbers, or set {say.cuts} so "
+                "that the stage has the tensor"
+            ),
         )
+
+
+def _one_reader(name: str, say: SplitArguments) -> str:
+    return f"return a copy (.clone()), or set {say.cuts} so that one stage has {name} and all readers"
+
+
+def _branch(name: str, say: SplitArguments) -> str:
+    return f"move the branch into a unit, or put the last split point right behind {name} ({say.cuts})"
 
 
 def _has(part: StageSpec, value: CallOutput) -> bool:

@@ -31,14 +31,14 @@ from gossamer.model.split.output_leaf import Produced
 from gossamer.model.split.pytree import flatten
 from gossamer.model.split.recompute import LastPython, copy_buffers, detached, nothing_saved, once, once_more
 from gossamer.model.split.saved_copies import copies_of, memory_of_names
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.split_points import StageSpec, canonical_names, check_late, end_of
 from gossamer.model.split.stale_attributes import StaleAttributes
 from gossamer.model.split.torch_switches import switches_put_back
 from gossamer.model.split.unit_calls import UnitCalls
-from gossamer.spec.errors import BadInput, bad_input
+from gossamer.spec.errors import BadInput
 
 _NOT_USED = "appears to not have been used in the graph"
-_KEY = "plan.mesh.pipe"
 
 
 class StageModule:
@@ -75,11 +75,10 @@ class StageModule:
         Raises BadInput if the stage would have other units or parameters.
         """
         if (part.low, part.high) != (self.part.low, self.part.high) or not part.holds <= self.part.holds:
-            raise bad_input(
+            raise split_error(
                 wanted=f"batches for which stage {self.part.stage} has the same units as for the first batch",
                 got="a batch of other keys or shapes, for which the model calls other units",
                 do="give all batches the same keys",
-                key=_KEY,
             )
         self.flow, self.part = flow, replace(part, holds=self.part.holds)
         self._end = end_of(flow, part)
@@ -178,12 +177,14 @@ class StageModule:
 
     def _no_gradient(self, current: ForwardRun) -> BadInput:
         last = self.flow.calls[max(current.at - 1, 0)].name
-        return bad_input(
+        return split_error(
             wanted=f"no gradient within the forward (torch.autograd.grad) through units of several stages, after "
             f"{last}",
             got=f"one on stage {self.part.stage}, with respect to a tensor of another stage",
-            do="take the gradient within a unit, or set plan.cuts so that one stage has all units that it goes through",
-            key=_KEY,
+            do=lambda say: (
+                f"take the gradient within a unit, or set {say.cuts} so that one stage has all units that it "
+                "goes through"
+            ),
         )
 
     def _check_shared(self) -> None:
@@ -192,34 +193,33 @@ class StageModule:
             if self.names[name] not in self.part.shared:
                 continue
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise bad_input(
+                raise split_error(
                     wanted=f"no hook on {name}, which several stages hold: each has only a part of its gradient",
                     got="a hook",
-                    do="set the hook on a tensor computed from it, or set plan.cuts so that one stage holds it",
-                    key=_KEY,
+                    do=lambda say: (
+                        f"set the hook on a tensor computed from it, or set {say.cuts} so that one stage holds it"
+                    ),
                 )
 
     def _sent(self, current: ForwardRun, value: CallOutput) -> Tensor:
         tensor = current.given[value] if value in current.given else current.made[value]
         later = (tensor._backward_hooks or {}).keys() - current.hooks.get(value, frozenset())
         if later and any(self.part.owns(reader) for reader in self.flow.readers.get(value, ())):
-            raise bad_input(
+            raise split_error(
                 wanted=f"all readers of the output of {self.flow.calls[value.call].name} in one stage, as a hook is "
                 "set on it",
                 got=f"some readers in stage {self.part.stage}, and others in later stages",
-                do="set the hook within the unit, or set plan.cuts so that one stage has all readers",
-                key=_KEY,
+                do=lambda say: f"set the hook within the unit, or set {say.cuts} so that one stage has all readers",
             )
         for hook in later:  # the stage that reads the tensor has set the same hook, and runs it
             del tensor._backward_hooks[hook]  # type: ignore[union-attr]
         return tensor
 
     def _refuse_stale(self, name: str) -> NoReturn:
-        error = bad_input(
+        error = split_error(
             wanted=f"code that runs on stage {self.part.stage} to read only attributes that are current there",
             got=f"{name}, which a unit of another stage may have changed (read at {user_line()})",
-            do="read it in every forward, or set plan.cuts so that one stage has the change and the read",
-            key=_KEY,
+            do=lambda say: f"read it in every forward, or set {say.cuts} so that one stage has the change and the read",
         )
         if self._absence.is_on and self._absence.is_over and not self._absence.unit:
             raise Over from error

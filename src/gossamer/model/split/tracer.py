@@ -26,6 +26,7 @@ from gossamer.model.split.parameter_trace import ParameterTrace
 from gossamer.model.split.random_branches import RandomBranchTrace, RandomExtreme
 from gossamer.model.split.restore import SavedBuffers, backwards_seen
 from gossamer.model.split.signatures import fits
+from gossamer.model.split.split_error import split_error
 from gossamer.model.split.state_trace import StateTrace
 from gossamer.model.split.trace_backends import TraceBackend, written
 from gossamer.model.split.traced_call import TracedCall
@@ -159,12 +160,13 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self.thread:
-                self.refused = bad_input(
+                self.refused = split_error(
                     wanted=f"{name} to be called in the thread that runs the forward",
                     got="a call in a thread of the model's own",
-                    do="call it in the forward itself, or name the module that starts the thread as one unit "
-                    "(plan.units)",
-                    key="plan.mesh.pipe",
+                    do=lambda say: (
+                        "call it in the forward itself"
+                        + say.or_units("name the module that starts the thread as one unit")
+                    ),
                 )
                 raise self.refused
             if self.calls.current is not None:
@@ -192,12 +194,13 @@ class ForwardTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls.drop()
         self.draws.enter()
         if is_fitting:
-            self.caught = self.caught or bad_input(
+            self.caught = self.caught or split_error(
                 wanted=f"{name} to return, or its exception to end the forward",
                 got=f"{type(error).__name__}, which the model's code catches",
-                do=f"return a value in place of the exception, or name the module that calls {name} as one unit "
-                "(plan.units)",
-                key="plan.mesh.pipe",
+                do=lambda say: (
+                    "return a value in place of the exception"
+                    + say.or_units(f"name the module that calls {name} as one unit")
+                ),
             )
 
     def _end(self, number: int, unit: nn.Module, output: Any) -> None:

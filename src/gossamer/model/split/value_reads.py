@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.split.dataflow import TOLD_BYTES
 from gossamer.model.split.output_leaf import OutputLeaf, PythonLeaf
-from gossamer.spec.errors import WireMismatch, bad_input
+from gossamer.model.split.split_error import split_error
+from gossamer.spec.errors import WireMismatch
 
 _TAKES_ALL = {Tensor.numpy: "numpy", Tensor.__array__: "numpy", Tensor.tolist: "list"}
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
@@ -142,12 +143,14 @@ class ValueReads:
         """Encode the reads as a tensor of shape (TOLD_BYTES,), uint8. Raises BadInput if they do not fit."""
         text = json.dumps(list(self.seen)).encode()
         if len(text) > TOLD_BYTES - _HEAD:
-            raise bad_input(
+            raise split_error(
                 wanted=f"{unit} to read at most {TOLD_BYTES - _HEAD} bytes of tensor values in Python (.item(), "
                 ".tolist()), as its Python outputs depend on them and later stages receive them",
                 got=f"{len(text)} bytes",
-                do=f"return tensors, or set plan.cuts so that one stage has {unit} and all code that reads its outputs",
-                key="plan.mesh.pipe",
+                do=lambda say: (
+                    f"return tensors, or set {say.cuts} so that one stage has {unit} and all code that reads its "
+                    "outputs"
+                ),
             )
         framed = len(text).to_bytes(_HEAD, "big") + text
         return torch.frombuffer(bytearray(framed.ljust(TOLD_BYTES, b"\0")), dtype=torch.uint8).to(device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gossamer.loss._distillation import Distillation
+from gossamer.loss.distillation import Distillation
 from gossamer.model import side as sides
 from gossamer.recipe.conflicts._beside import ADVERSARIAL, COMPILED, STAGES, refused_beside
 from gossamer.recipe.recipe import Recipe

@@ -30,6 +30,7 @@ from gossamer.spec.errors import BadInput, RunFailed, WireMismatch
 _MAGIC, _VERSION = b"GSTR", 1
 _HEADER = struct.Struct("!4sBIQ")
 _MOST_SAID = 1 << 20
+_MOST_TENSORS = 1 << 10
 _PIECE = 1 << 20
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # else a host that is gone is seen in 2 hours
 _DTYPES = {
@@ -68,7 +69,7 @@ class Part(Said):
 
 class _Envelope(Said):
     said: Message
-    parts: Annotated[tuple[Part, ...], Field(max_length=64)] = ()
+    parts: Annotated[tuple[Part, ...], Field(max_length=_MOST_TENSORS)] = ()
 
 
 _ENVELOPE: TypeAdapter[_Envelope] = TypeAdapter(_Envelope)
@@ -171,10 +172,10 @@ def _tensor(part: Part, data: bytearray) -> Tensor:
 
 
 class FrameSocket:
-    """A connection that sends and receives whole frames, and waits for them."""
+    """A connection that sends and receives whole frames, and waits for them. `key`: what names the other side."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, *, key: str = "") -> None:
+        self.socket, self._key = connection, key
         self.reader = FrameReader()
         self._inbox = list[Frame]()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -210,7 +211,7 @@ class FrameSocket:
             if limit_bytes and within_s is not None:
                 deadline_s = time.monotonic() + within_s
         frame = self._inbox.pop(0)
-        return expected(frame, kind), frame.tensors
+        return expected(frame, kind, key=self._key), frame.tensors
 
     def shut(self) -> None:
         """End the connection; whoever waits for a message wakes up."""
@@ -223,11 +224,14 @@ class FrameSocket:
         self.socket.close()
 
 
-def expected(frame: Frame, kind: type[T]) -> T:
-    """Return a frame's message. Raises WireMismatch for one of another kind, and what a Refusal says."""
+def expected(frame: Frame, kind: type[T], *, key: str) -> T:
+    """Return a frame's message. `key`: what names who sent it.
+
+    Raises WireMismatch for one of another kind, and what a Refusal says.
+    """
     said = frame.said
     if isinstance(said, Refusal):
-        raise BadInput(said.message, key="train.loss") if said.is_input else RunFailed(said.message)
+        raise BadInput(said.message, key=key) if said.is_input else RunFailed(said.message)
     if not isinstance(said, kind):
         raise WireMismatch(f"wanted a message of kind {kind.__name__.lower()}, got {said.kind!r}")
     return said

@@ -43,7 +43,6 @@ _CONNECT_S, _SAY_S, _TURN_S = 10.0, 10.0, 0.5
 _HEAD_BYTES = 1 << 36
 _PIECE = 1 << 20
 _KEPT = 4096  # questions at most that wait to be sent
-_KEY = "train.loss"
 _SLOW = "if it is slow, or the link to it, raise machines.timeout_s"
 
 Answer = tuple[Rows | Border, Mapping[str, Tensor]]
@@ -71,7 +70,8 @@ class _Question:
 class TeacherLink:
     """The connection to the teacher at `host`:`port`. `ask` never waits, `take` waits for one answer.
 
-    `whose`: what is there, a teacher or one of its stages. The answers of a stage to the next one are of kind `Border`.
+    `whose`: what is there, a teacher or one of its stages; `key`: what names its address. The answers of a stage to the
+    next one are of kind `Border`.
     Raises TeacherAbsent where nobody answers, BadInput for another secret.
     """
 
@@ -84,9 +84,10 @@ class TeacherLink:
         patience: Patience,
         whose: str = "the teacher",
         kind: type[Rows] | type[Border] = Rows,
+        key: str = "train.loss",
     ) -> None:
         self.where = f"{host}:{port}"
-        self._whose, self._kind = whose, kind
+        self._whose, self._kind, self._key = whose, kind, key
         self._address, self._token, self._patience = (host, port), token, patience
         self._changed = threading.Condition()
         self._waiting: deque[_Question] = deque()
@@ -108,7 +109,7 @@ class TeacherLink:
             self._socket, self.facts = self._greeted()
         except (OSError, WireMismatch) as error:
             self.close()
-            raise TeacherAbsent(self._absent(error), key=_KEY) from None
+            raise TeacherAbsent(self._absent(error), key=key) from None
         except (BadInput, RunFailed):
             self.close()
             raise
@@ -209,7 +210,8 @@ class TeacherLink:
             os.write(self._wake_out, b"!")
 
     def _greeted(self) -> tuple[FrameSocket, Facts]:
-        link = self._socket = FrameSocket(socket.create_connection(self._address, timeout=_CONNECT_S))
+        link = FrameSocket(socket.create_connection(self._address, timeout=_CONNECT_S), key=self._key)
+        self._socket = link
         try:
             if self._closed:
                 raise ConnectionError("the student ends")
@@ -227,7 +229,7 @@ class TeacherLink:
                     wanted=f"a teacher at {self.where} that knows the secret of GOSSAMER_TEACHER_TOKEN",
                     got="one that does not",
                     do="see which program listens there: it was sent no data",
-                    key=_KEY,
+                    key=self._key,
                 )
             facts, _ = link.receive(Facts, within_s=_SAY_S)
         except BaseException:
@@ -300,7 +302,7 @@ class TeacherLink:
             self._heard_s = time.monotonic()
             reader.limit_bytes = max((one.most_bytes for one in self._asked), default=0)
             for frame in reader.feed(data):
-                said: Rows | Border = expected(frame, self._kind)
+                said: Rows | Border = expected(frame, self._kind, key=self._key)
                 if not self._asked or said.number != self._asked[0].number:
                     raise WireMismatch(
                         f"wanted the answer to question {[one.number for one in self._asked]}, got {said.number}"

@@ -25,8 +25,10 @@ from pydantic import Field
 
 from gossamer.process.json_lines import Said
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MOST = 1 << 40
+MOST_BLOCKS = 512  # whose states a student may ask for
+MOST_ASKED_BYTES = 1 << 28  # of a question's tensors
 Count = Annotated[int, Field(ge=0, le=_MOST)]
 Name = Annotated[str, Field(max_length=128)]
 Text = Annotated[str, Field(max_length=4096)]
@@ -81,7 +83,8 @@ class Facts(Said):
 
     parameters: how many it has; positions: tokens that it sees at most; width: logits of its declared head, None where
     it declares none; tokens: those of a known text, None without a tokenizer, for the reason `without`; digest: of all
-    its weights, in stages of those up to this one; part: None for a teacher that is whole.
+    its weights, in stages of those up to this one; blocks: whose states it can send, none for the reason
+    `without_blocks`; part: None for a teacher that is whole.
     """
 
     kind: Literal["facts"] = "facts"
@@ -91,7 +94,16 @@ class Facts(Said):
     tokens: tuple[Count, ...] | None = None
     without: Text = ""
     digest: Digest = "0" * 12
+    blocks: Annotated[tuple[Text, ...], Field(max_length=1 << 12)] = ()
+    without_blocks: Text = ""
     part: TeacherPart | None = None
+
+
+class ExpertLayer(Said):
+    """The experts of a student at `path`. `shapes`: a hash of the names and shapes of their parameters."""
+
+    path: Text
+    shapes: Hash
 
 
 class Terms(Said):
@@ -99,7 +111,8 @@ class Terms(Said):
 
     top_k: words of each token, 0: rows of hidden states; words: logits that count, None: all; tile_tokens: tokens whose
     logits are held at a time; dims: of the logits; isolates: whether documents must not see each other; wants_head:
-    whether the head is to be sent; part: the stage that asks for what it receives from the one before, None of a
+    whether the head is to be sent; blocks: whose states are to be sent; experts: whose outputs are asked for, and
+    nothing else, in the type `dtype`; part: the stage that asks for what it receives from the one before, None of a
     student.
     """
 
@@ -112,12 +125,24 @@ class Terms(Said):
     dims: Annotated[int, Field(ge=2, le=8)]
     isolates: bool
     wants_head: bool
+    blocks: Annotated[tuple[Text, ...], Field(max_length=MOST_BLOCKS)] = ()
+    experts: Annotated[tuple[ExpertLayer, ...], Field(max_length=MOST_BLOCKS)] = ()
+    dtype: Name = ""
     part: TeacherPart | None = None
+
+
+class BlockState(Said):
+    """What the rows of the states of a block are: their width, and the type in which they are computed and sent."""
+
+    block: Text
+    width: Annotated[int, Field(ge=1, le=_MOST)]
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class Ready(Said):
     """The teacher's consent. width: its logits; hidden: numbers of a row, 0 where words were asked for; names: entries
-    of a batch that its forward reads. Tensors: `weight` (V, D) and perhaps `bias` (V,) where the head was asked for.
+    of a batch that it is to be sent; states: of the blocks that were asked for, of a stage those that it has with the
+    stages before. Tensors: `weight` (V, D) and perhaps `bias` (V,) where the head was asked for.
     """
 
     kind: Literal["ready"] = "ready"
@@ -125,10 +150,15 @@ class Ready(Said):
     hidden: Count
     compute: Name
     names: tuple[Name, ...]
+    states: Annotated[tuple[BlockState, ...], Field(max_length=MOST_BLOCKS)] = ()
 
 
 class Ask(Said):
-    """A question. Tensors: entries of the micro-batch; `loss.rows`, bits of the tokens that count, unless all do."""
+    """A question. Tensors: entries of the micro-batch; `loss.rows`, bits of the tokens that count, unless all do.
+
+    Of experts: `inputs.0` (n, D), what the student's router sends to those of the first layer, call after call, and
+    `calls.0` (m, 2), the number of the expert of each call and how many rows it has; `inputs.1`, ... of other layers.
+    """
 
     kind: Literal["ask"] = "ask"
     number: int
@@ -136,7 +166,8 @@ class Ask(Said):
 
 class Rows(Said):
     """The answer to the question of that number. Tensors: `hidden` (n, D), or `words` (n, k) with `log_probabilities`
-    (n, k + 1), of the tokens that count. inner, is_capped, outer: what the model does to its head's output.
+    (n, k + 1), of the tokens that count, and `state.0` (n, E), `state.1`, ... of the blocks that were asked for.
+    inner, is_capped, outer: what the model does to its head's output. Of experts: `outputs.0` (n, E), ...
     """
 
     kind: Literal["rows"] = "rows"
@@ -148,7 +179,7 @@ class Rows(Said):
 
 class Border(Said):
     """The answer of a stage to the next one. Tensors: those that the next one receives, by "call.place" of the traced
-    forward.
+    forward, and the states as in `Rows`.
     """
 
     kind: Literal["border"] = "border"

@@ -19,15 +19,24 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from gossamer.pipeline.p2p import StageTensor
 from gossamer.run.remote_teacher.frames import FrameSocket, packed
-from gossamer.run.remote_teacher.messages import PROTOCOL, Ask, Challenge, Hello, Refusal, Terms, Welcome, signed
+from gossamer.run.remote_teacher.messages import (
+    MOST_ASKED_BYTES,
+    PROTOCOL,
+    Ask,
+    Challenge,
+    Hello,
+    Refusal,
+    Terms,
+    Welcome,
+    signed,
+)
 from gossamer.run.remote_teacher.served import ServedTeacher
-from gossamer.run.remote_teacher.stage import NOTHING, Reading, Received, StageBefore, check_asked, received_by
+from gossamer.run.remote_teacher.stage import NOTHING, Reading, Received, StageBefore, Wanted, check_asked, received_by
+from gossamer.run.remote_teacher.states import VALID
 from gossamer.spec.errors import BadInput, RunFailed, bad_input
 
 _GREET_S, _SEND_S, _TURN_S = 10.0, 120.0, 0.25
-_MOST_BYTES = 1 << 28  # of a question's tensors
 _READ_AHEAD = 4  # questions of one student that are read and not answered
 _KEY = "train.loss"
 T = TypeVar("T")
@@ -57,7 +66,7 @@ class _Question:
 
     number: int
     batch: Mapping[str, Tensor]
-    asked: tuple[int, tuple[StageTensor, ...]] | None = None
+    asked: tuple[int, Wanted] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,6 +137,10 @@ class TeacherServer:
             terms = session.reading.terms
             kind = f"its {terms.top_k} most probable words" if terms.top_k else "rows of hidden states"
             who, how = f"student {number} at {host}", "was told"
+            if terms.experts:
+                kind = f"outputs of the experts of {len(terms.experts)} layers"
+            if terms.blocks:
+                kind += f", and the states of {', '.join(terms.blocks)}"
             if terms.part is not None:
                 who, kind = f"stage {terms.part.stage} at {host}, for student {number},", "what it receives"
             self.tell(f"{who} asks for {kind}")
@@ -166,7 +179,7 @@ class TeacherServer:
             )
         link.send(packed(Welcome(proof=signed(self.token, "teacher", nonce, hello.nonce))), within_s=_GREET_S)
         link.send(packed(self.teacher.facts), within_s=_GREET_S)
-        terms, example = link.receive(Terms, within_s=None, limit_bytes=_MOST_BYTES)
+        terms, example = link.receive(Terms, within_s=None, limit_bytes=MOST_ASKED_BYTES)
         check_asked(self.teacher.facts.part, terms)
         reading = self.teacher.reading(terms, example)
         session = _Session(reading, self._joined(link, terms, example))
@@ -212,7 +225,7 @@ class TeacherServer:
     def _read_all(self, link: FrameSocket, session: _Session, questions: queue.Queue[_Question | Exception]) -> None:
         try:
             while True:
-                asked, batch = link.receive(Ask, within_s=None, limit_bytes=_MOST_BYTES)
+                asked, batch = link.receive(Ask, within_s=None, limit_bytes=MOST_ASKED_BYTES)
                 questions.put(self._asked(session, asked.number, batch))
         except Exception as error:  # whoever answers says it, after what was asked before
             questions.put(error)
@@ -224,8 +237,9 @@ class TeacherServer:
             return _Question(number, batch)
         given = self.teacher.asked(session.reading, batch)
         way = stage.known(session.reading, given) or self._compute(lambda: stage.way(session.reading, given))
-        wanted = received_by(way)
-        return _Question(number, batch, (before.ask(given, wanted), wanted))
+        wanted = received_by(way, session.reading.terms, batch)
+        passed = {name: batch[name] for name in (*session.reading.beside, VALID) if name in batch}
+        return _Question(number, batch, (before.ask({**given, **passed}, wanted), wanted))
 
     def _received(self, session: _Session, question: _Question) -> Received:
         if session.before is None or question.asked is None:
@@ -241,7 +255,7 @@ class TeacherServer:
         link.send(data, within_s=_SEND_S)
         with self._lock:
             self.done.questions += 1
-            self.done.tokens += next(iter(tensors.values())).shape[0] if self.teacher.is_last else 0
+            self.done.tokens += len(next(iter(tensors.values()), ())) if self.teacher.is_last else 0
             self.done.sent_bytes += len(data)
 
     def _compute(self, work: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.loss._distillation import targets
+from gossamer.loss.inputs.labels import targets
 from gossamer.model.python_state.random_generators import generator_states, generators_kept
 from gossamer.ops.cut_cross_entropy import LogitMap
 from gossamer.ops.tiled_logits import HeadRows
@@ -24,16 +24,17 @@ from gossamer.run.batches import Batches, RankBatch, WidenedBatches
 from gossamer.run.remote_teacher.frames import packed
 from gossamer.run.remote_teacher.link import TeacherLink
 from gossamer.run.remote_teacher.messages import Ask, Ready, Rows, Terms
+from gossamer.run.remote_teacher.states import VALID, SentStates, bytes_per_row, read
 from gossamer.run.teacher import KnownWords, TeacherElsewhere
 from gossamer.spec.errors import WireMismatch
 
-TICKET, VALID = "loss.teacher_ticket", "loss.rows"
+TICKET = "loss.teacher_ticket"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RemoteTeacher(TeacherElsewhere):
     """A teacher that has consented to `terms`. `head`: its head on the student's device, where rows of hidden states
-    come; without one its words come.
+    come; without one its words come. `states`: of the blocks that `terms` names, in the newest answer.
     """
 
     link: TeacherLink
@@ -41,6 +42,7 @@ class RemoteTeacher(TeacherElsewhere):
     ready: Ready
     device: torch.device
     head: HeadRows | None = None
+    states: SentStates = field(default_factory=SentStates)
     _ahead: count[int] = field(default_factory=count)
     _now: count[int] = field(default_factory=lambda: count(-1, -1))
 
@@ -53,6 +55,8 @@ class RemoteTeacher(TeacherElsewhere):
         ready, tensors = link.agree(terms, given(example))
         if not set(ready.names) <= set(given(example)):
             raise WireMismatch(f"the teacher at {link.where} asks for {ready.names}, which no batch has")
+        if tuple(one.block for one in ready.states) != terms.blocks:
+            raise WireMismatch(f"the teacher at {link.where} offers states of other blocks than {terms.blocks}")
         if terms.top_k:
             return cls(link=link, terms=terms, ready=ready, device=device)
         weight, bias = tensors.get("weight"), tensors.get("bias")
@@ -71,10 +75,11 @@ class RemoteTeacher(TeacherElsewhere):
     @property
     def bytes_per_token(self) -> int:
         """Return the bytes that come for a token."""
+        states = bytes_per_row(self.ready.states)
         if self.head is None:
-            return 8 * self.terms.top_k + 4
+            return 8 * self.terms.top_k + 4 + states
         assert self.head.weight is not None
-        return self.ready.hidden * self.head.weight.element_size()
+        return self.ready.hidden * self.head.weight.element_size() + states
 
     def ask(self, batch: Mapping[str, Tensor]) -> RankBatch:
         """Ask for a batch's rows; return the batch with the ticket of the question."""
@@ -112,6 +117,10 @@ class RemoteTeacher(TeacherElsewhere):
         return number if fits and self.link.has(number, len(rows)) else None
 
     def _read(self, said: Rows, tensors: Mapping[str, Tensor], wanted: int) -> HeadRows | KnownWords:
+        states = read(tensors, self.ready.states, self.terms, wanted, self.device)
+        if states is None:
+            raise self._garbage(wanted)
+        self.states.hold(states)
         if self.head is not None:
             hidden = tensors.get("hidden")
             if (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.loss._output import check_no_terms, logits_of
+from gossamer.loss.inputs.model_output import check_no_terms, logits_of
 from gossamer.spec.errors import bad_input
 
 

@@ -11,23 +11,16 @@ a layout) and what judges it (evaluations, `gossamer eval`) takes that. `run/tea
 
 from __future__ import annotations
 
-import re
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.loss import IGNORE, Loss
-from gossamer.loss._output import labels_of
-from gossamer.loss.classification import Classification
-from gossamer.loss.next_token import NextToken
+from gossamer.loss.distillation.labels_loss import LabelsLoss
+from gossamer.loss.distillation.teacher_address import address_of
 from gossamer.spec.errors import bad_input
-from gossamer.spec.validate import positive
-
-LABELS = "labels"
-_ELSEWHERE = "tcp://"
+from gossamer.spec.validate import from_0_to_1, positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,21 +32,6 @@ class Course:
     t: float = 1.0
     loss_before: float | None = None
     momentum: float = 0.0
-
-
-class LabelsLoss(Loss):
-    """A loss that is that of the labels where its teacher is not there."""
-
-    __slots__ = ()
-
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch)(output, batch)
-
-    def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return labels_loss(batch).weight(batch)
-
-    def predictions(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return labels_loss(batch).predictions(output, batch)
 
 
 class Distillation(LabelsLoss):
@@ -77,7 +55,7 @@ class Distillation(LabelsLoss):
         address_of(self.teacher)
         positive("temperature", self.temperature)
         positive("tile_tokens", self.tile_tokens)
-        fraction("label_weight", self.label_weight)
+        from_0_to_1("label_weight", self.label_weight)
         if self.top_k < 0:
             do = "give how many words of the teacher to keep, or 0 to run it beside the student"
             raise bad_input(wanted="0 or more words", got=str(self.top_k), do=do, key="top_k")
@@ -107,35 +85,3 @@ class Distillation(LabelsLoss):
     def after(self, course: Course, *, loss: float, done: int, total: int) -> Course:
         """Return the course after a step whose loss on all ranks was `loss`, the `done`-th of `total`."""
         return course
-
-
-def address_of(teacher: str) -> tuple[str, int] | None:
-    """Return host and port of a teacher on another host, tcp://HOST:PORT; None for the path of one. Raises BadInput."""
-    if not teacher.strip().startswith(_ELSEWHERE):
-        return None
-    match = re.fullmatch(r"([^:/@\s]+):(\d{1,5})", teacher.strip().removeprefix(_ELSEWHERE))
-    if match is None or not 1 <= int(match.group(2)) <= 65535:
-        do = "write the address that `gossamer teach` listens on"
-        raise bad_input(wanted="tcp://HOST:PORT such as tcp://10.0.0.1:29600", got=teacher, do=do, key="teacher")
-    return match.group(1), int(match.group(2))
-
-
-def labels_loss(batch: Mapping[str, Tensor]) -> Loss:
-    """Return the loss of a batch's labels: one per row, or one per token."""
-    return Classification() if labels_of(batch, LABELS).ndim == 1 else NextToken()
-
-
-def targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the label that each row of logits predicts, flat, -100 for none: those of tokens are shifted."""
-    labels = labels_of(batch, LABELS)
-    if labels.ndim == 1:
-        return labels
-    shifted = labels.new_full(labels.shape, IGNORE)
-    shifted[:, :-1] = labels[:, 1:]
-    return shifted.flatten()
-
-
-def fraction(name: str, value: float) -> None:
-    """Raise BadInput unless `value` is from 0 to 1."""
-    if not 0.0 <= value <= 1.0:
-        raise bad_input(wanted="a number from 0 to 1", got=str(value), do="give one", key=name)
