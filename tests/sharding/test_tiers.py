@@ -303,7 +303,8 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     beside: list[dict[str, Any]] = [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"sync": {"diloco": {}}}},
-        {"plan": {"mesh": {"pipe": 2}}},
+        {"plan": {"mesh": {"pipe": 2}, "sharding": {"shard_group": "all"}}},
+        {"plan": {"mesh": {"pipe": 2}, "pipeline_schedule": {"split_backward": {}}}},
         {"model": {"adapter": "lora"}},
         {"model": {"compile": True}},
         {"plan": {"sharding": {"shard_group": "all"}, "savers": [{"tiling": {"linears": "*", "tiles": 2}}]}},

@@ -33,9 +33,13 @@ _NEAR = 2  # units ahead for which others that are needed later make room
 
 @dataclass(slots=True)
 class TieredParameters:
-    """The parameters of a module that lie in a tier file. One thread reads, straight to where they are used."""
+    """The parameters of a module that lie in a tier file. One thread reads, straight to where they are used.
+
+    `params`: those of the module, in stages those of this rank's stages.
+    """
 
     module: nn.Module
+    params: Mapping[str, Tensor]
     file: TierFile
     offset_of: Offsets
     room: TierAccount
@@ -55,20 +59,22 @@ class TieredParameters:
     @staticmethod
     def of(
         module: nn.Module,
+        params: Mapping[str, Tensor],
         walk: UnshardOrder,
         file: TierFile,
         offset_of: Offsets,
         room: TierAccount,
+        passes: Sequence[bool] = (True, False),
         tiled: Sequence[TiledWeight] = (),
         shares: TierShares | None = None,
         pump: CommThread | None = None,
     ) -> TieredParameters:
-        """Take the parameters of `module` out of memory; the file must hold them already.
+        """Take the parameters `params` of `module` out of memory; the file must hold them already.
 
+        `passes`: whether each pass of a step over these units is a forward, in the order in which they are expected.
         `tiled`: those of which a tile is in memory at one time. `shares`: where the file has some of them; `pump` then
         brings the others.
         """
-        params = dict(module.named_parameters())
         walk = walk.without_tiled(params)
         everything = (walk.always, *walk.units)
         always, *units = (_FileUnit.of(unit, params) for unit in everything)
@@ -78,7 +84,8 @@ class TieredParameters:
         if shares is not None and pump is not None:
             names = tuple(unit.name or "the weights outside of units" for unit in everything)
             gather = WeightGather(shares, pump, names)
-        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back], gather=gather)
+        expected = [one for is_forward in passes for one in (there if is_forward else back)]
+        found = TieredParameters(module, params, file, offset_of, room, always, tuple(units), expected, gather=gather)
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
         found._wrap(module, found._whole)
