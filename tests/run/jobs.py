@@ -733,6 +733,22 @@ def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> d
         return train(seat, **given)
 
 
+def train_retracing(seat: Seat, **given: Any) -> dict[str, Any]:
+    """As `train`, with the number of steps that ran units in another order than was expected of them."""
+    from unittest.mock import patch
+
+    from gossamer.sharding._tiered_parameters import TieredParameters
+
+    counts, release = [0], TieredParameters.release
+
+    def counting(self: TieredParameters) -> None:
+        release(self)
+        counts.append(self.retraced)
+
+    with patch.object(TieredParameters, "release", counting):
+        return {**train(seat, **given), "retraced": max(counts)}
+
+
 def train_with_dead_updater(seat: Seat, **given: Any) -> dict[str, Any]:
     """As `train`, where the update process of rank 1 is killed as it is to get its third mean."""
     from unittest.mock import patch

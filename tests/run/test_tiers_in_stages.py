@@ -115,18 +115,42 @@ def test_update_processes_of_stages(pool: Pool, tmp_path: Path, clip: float) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("saver", ["fp8_activations", "activation_swap", "tiling", "recompute"])
+@pytest.mark.parametrize("saver", ["fp8_activations", "activation_swap", "recompute"])
 def test_savers_in_stages_with_tiers(pool: Pool, tmp_path: Path, saver: str) -> None:
     """What they keep for backward is the same, though weights are read anew for that."""
     swap = {"host": "8MB", "file": "64MB", "directory": str(tmp_path / "swap")}
     settings: dict[str, dict[str, Any]] = {
         "fp8_activations": {},
         "activation_swap": swap,
-        "tiling": {"linears": "*", "tiles": 3},
         "recompute": {"units": ["layers.0", "layers.1", "layers.2", "layers.3"]},
     }
     plan = {**TWO, "savers": [{saver: settings[saver]}]}
     beside_plain(pool, tmp_path, 2, clip=0.5, steps=3, kind="causal", plan=plan, train={"accumulate": 2})
+
+
+@pytest.mark.nightly
+def test_tiled_layers_in_stages_with_tiers(pool: Pool, tmp_path: Path) -> None:
+    """Evaluation has tiles with tiers alone; training has the same."""
+    plan = {**TWO, "savers": [{"tiling": {"linears": "*", "tiles": 3}}]}
+    given = {"steps": 3, "kind": "causal"}
+    ours, others = (
+        pool.run("run.jobs:train", 2, folder=str(tmp_path / side), sections=asked, **given)
+        for side, asked in (
+            ("a", in_stages(tmp_path, plan=plan, clip=0.5, accumulate=2)),
+            ("b", {"train": {"max_grad_norm": 0.5, "accumulate": 2}, "plan": plan}),
+        )
+    )
+    assert [one["digest"] for one in ours] == [one["digest"] for one in others]
+    same(saved(tmp_path / "a"), saved(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(2, TWO), (1, {})])
+def test_weights_are_read_ahead_in_the_order_of_the_schedule_from_the_first_step_on(
+    pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any]
+) -> None:
+    asked = in_stages(tmp_path, plan=plan, clip=0.0, accumulate=4)
+    found = pool.run("run.jobs:train_retracing", ranks, folder=str(tmp_path), sections=asked, steps=2, kind="causal")
+    assert [one["retraced"] for one in found] == [0] * ranks
 
 
 @pytest.mark.nightly
