@@ -228,7 +228,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         buckets=parts.plan.buckets,
         turns=parts.plan.turns,
         # Tiers divide the mean themselves, if anybody.
-        holdings={} if tiers is not None and tiers.shares is not None else states.holdings,
+        holdings={} if tiers is not None and sharding.is_sharded else states.holdings,
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,

@@ -128,11 +128,10 @@ def tiers_of(
     cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
     names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
     is_hidden = not config.train.max_grad_norm
-    channel, shares = pump.channel, None
-    if sharding.is_sharded:
-        deal = sharding.deal(channel.levels).of_parameters
+    channel = pump.channel
+    shares = TierShares(sharding.deal(channel.levels).of_parameters, channel.rank)
+    if shares.divides:
         channel.widen(ProcessGroups({LEVEL: channel.levels.groups["all"]}))
-        shares = TierShares(deal, channel.rank)
     params = parts.held
     layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden, shares=shares)
     averages = parts.cut is not None and len(channel.levels.group("all", channel.rank)) > 1
@@ -173,7 +172,7 @@ def tiers_of(
         windows=windows,
         updater_of=updater_of,
         is_hidden=is_hidden,
-        is_divided=shares is not None or parts.cut is not None,
+        is_divided=sharding.is_sharded or parts.cut is not None,
         passes=[action.op is not Op.B for action in pipeline.row if action.op in (Op.F, Op.RECOMPUTE, Op.B)],
         tiled=tiled,
         shares=shares,
@@ -257,7 +256,7 @@ def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
     )
     if ranks > 1:
         what = "all states" if parts.cut is None else "the states of its stage"
-        what = what if tiers.shares is None else "the states of some parameters"
+        what = "the states of some parameters" if tiers.shares.divides else what
         yield (
             "info",
             f"tiers: each of the {ranks} ranks has {what} in a file of its own, the largest of "

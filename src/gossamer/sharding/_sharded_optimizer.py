@@ -89,7 +89,7 @@ class ShardedOptimizer:
     @property
     def divides_parameters(self) -> bool:
         """Return whether this rank keeps rows of the parameters that others have not."""
-        return self.shards is not None or (self.tiers is not None and self.tiers.shares is not None)
+        return self.shards is not None or (self.tiers is not None and self.tiers.shares.divides)
 
     @property
     def has_spare_parameters(self) -> bool:

@@ -51,8 +51,8 @@ class TieredStates:
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
-    shares: TierShares | None  # where each rank has some parameters
-    is_divided: bool  # whether other ranks have states that this one has not, so that files of one step belong together
+    shares: TierShares  # which parameters this rank has
+    is_divided: bool  # whether files of one step belong together, and each keeps the state before it too
     order: tuple[int, ...]  # of the trained groups, as backward fills them: in it ranks average their gradients
     largest_bytes: int = 0  # of the files of all ranks, where there are several
     is_closed: bool = False
@@ -79,16 +79,16 @@ class TieredStates:
         windows: int,
         updater_of: Callable[[TierFile], GroupUpdater],
         is_hidden: bool,
-        is_divided: bool = False,
+        is_divided: bool,
+        shares: TierShares,
+        pump: CommThread,
         passes: Sequence[bool] = (True, False),
         tiled: Sequence[TiledWeight] = (),
-        shares: TierShares | None = None,
-        pump: CommThread | None = None,
     ) -> TieredStates:
         """Write the parameters `params` of `module` and the first states to a file, and take them out of memory.
 
-        `shares`: which of them this rank has, as the layout knows; `pump` then brings the weights of others.
-        `is_divided`: whether others have states that it has not.
+        `shares`: which of them this rank has, as the layout knows; `pump` brings the weights of others, if any.
+        `is_divided`: whether files of one step belong together, so that each keeps the state before its last update.
         `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
         """
         path = tier_path(folder, rank)
@@ -113,7 +113,7 @@ class TieredStates:
             for group in layout.groups:
                 _write_first(group, params, rule, file, shares)
             parameters = TieredParameters.of(
-                module, params, walk, file, offset_of, limits.device, passes, tiled, shares, pump
+                module, params, walk, file, offset_of, limits.device, passes, tiled, shares=shares, pump=pump
             )
             undo.callback(parameters.close)
             updater = updater_of(file)
@@ -180,8 +180,7 @@ class TieredStates:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
         norms = row_norms(mean, self.layout.norm_dtype)
-        if self.shares is not None:
-            mean = compacted(mean, self.shares.deal.part(layout, self.shares.rank))
+        mean = compacted(mean, self.shares.part(layout))
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None
@@ -200,7 +199,7 @@ class TieredStates:
         """Update a group whose mean gradient was kept in memory until now, as those of tied weights are."""
         index = self._of_name[layout.entries[0].name]
         self._idle[index] = frozenset(idle)
-        self._submit(index, mean, terms)
+        self._submit(index, compacted(mean, self.shares.part(layout)), terms)
 
     def drop(self, layout: Layout, mean: Tensor) -> None:
         """Free the gradient of a group that is not updated."""
@@ -208,7 +207,7 @@ class TieredStates:
 
     def rows(self, name: str, shape: Sequence[int]) -> RowRange:
         """Return the rows of a parameter that this rank has: all, or none of one that another rank has."""
-        return RowRange(0, shape[0] if shape else 1) if self.shares is None else self.shares.rows(name, shape)
+        return self.shares.rows(name, shape)
 
     def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
         idle = self._idle[index]
@@ -270,7 +269,7 @@ class TieredStates:
     def leave(self) -> None:
         """Back the module's parameters by the file, and let the file go with them."""
         self.progress.wait()
-        self.parameters.leave(self.weights() if self.shares is None else self._whole_weights())
+        self.parameters.leave(self._whole_weights() if self.shares.divides else self.weights())
         self.close()
 
     def _whole_weights(self) -> dict[str, Tensor]:
@@ -316,13 +315,13 @@ class TieredStates:
 
 
 def _write_first(
-    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares | None
+    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares
 ) -> None:
     """Write the first record of a group, some tensors at a time."""
     for name in group.names:
         given = params[name].detach()
         states = {} if group.is_frozen else first_states(rule, {name: given}, shares).get(name, {})
-        own = given if shares is None else shares.own(name, given)
+        own = shares.own(name, given)
         for one in group.tensors:
             if one.name == name and one.nbytes:
                 _write_tensor(file, group.starts[0] + one.start, own if one.slot == WEIGHT else states[one.slot])
