@@ -505,9 +505,11 @@ class Labelled(nn.Module):
             shape = {"d_model": 12, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 2}
             config = transformers.T5Config(vocab_size=16, dropout_rate=0.0, decoder_start_token_id=0, **shape)
             self.inner = transformers.T5ForConditionalGeneration(config)
-        elif kind == "gpt2":
+        elif kind.startswith("gpt2"):
             shape = {"n_embd": 12, "n_layer": 3, "n_head": 2, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
-            self.inner = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, **shape))
+            is_tied = kind != "gpt2 untied"
+            config = transformers.GPT2Config(vocab_size=16, tie_word_embeddings=is_tied, **shape)
+            self.inner = transformers.GPT2LMHeadModel(config)
         elif kind == "llama":
             shape = {"hidden_size": 12, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
             config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=16, **shape)
@@ -570,6 +572,7 @@ def train(
         "t5": lambda: Labelled("t5"),
         "bert": lambda: Labelled("bert"),
         "gpt2": lambda: Labelled("gpt2"),
+        "gpt2 untied": lambda: Labelled("gpt2 untied"),
         "llama": lambda: Labelled("llama"),
         "masking": Masking,
         "counting": Counting,
@@ -728,6 +731,22 @@ def train_in_small_buckets(seat: Seat, *, killed_at: int = 0, **given: Any) -> d
         patch.object(TieredStates, "take", dying),
     ):
         return train(seat, **given)
+
+
+def train_retracing(seat: Seat, **given: Any) -> dict[str, Any]:
+    """As `train`, with the number of steps that ran units in another order than was expected of them."""
+    from unittest.mock import patch
+
+    from gossamer.sharding._tiered_parameters import TieredParameters
+
+    counts, release = [0], TieredParameters.release
+
+    def counting(self: TieredParameters) -> None:
+        release(self)
+        counts.append(self.retraced)
+
+    with patch.object(TieredParameters, "release", counting):
+        return {**train(seat, **given), "retraced": max(counts)}
 
 
 def train_with_dead_updater(seat: Seat, **given: Any) -> dict[str, Any]:

@@ -94,6 +94,14 @@ def test_an_update_process_is_counted(text: Path) -> None:
     assert process.total - threads.total == process.update_process
 
 
+def test_stages_with_tiers_hold_weights_of_their_own_part(text: Path) -> None:
+    limits = {"device": "64MB", "host": "64MB", "file": "1GB", "directory": str(text.parent)}
+    tiered = forecast(text, mesh={"pipe": 2}, sharding={"tiers": limits}).ranks
+    plain = forecast(text, mesh={"pipe": 2}).ranks
+    assert [one.parameters for one in tiered] == [one.parameters for one in plain]
+    assert [one.activations for one in tiered] == [one.activations for one in plain]
+
+
 def test_states_are_divided_where_they_are_sharded(text: Path) -> None:
     sharded = ("none", "zero1", "zero2", "zero3")
     whole, one, two, three = (forecast(text, sharding=name).ranks[0] for name in sharded)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from gossamer.comm.message import ProcessGroups
 from gossamer.optimizer.adamw import AdamW
 from gossamer.process.companion_link import CompanionLink
 from gossamer.process.json_channel import JsonChannel
@@ -23,7 +24,7 @@ from gossamer.run.gradient_memory import GradientMemory
 from gossamer.run.update_messages import TO_PROCESS, LayoutAt, Setup
 from gossamer.run.update_process import UpdateProcess
 from gossamer.run.update_server import rule_of, serve
-from gossamer.sharding import TierLayout, read_tiers
+from gossamer.sharding import RowPartition, TierLayout, TierShares, read_tiers
 from gossamer.spec.errors import BadInput, RunFailed
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
 from gossamer.store.tier_file import PAGE
@@ -122,7 +123,8 @@ def test_a_process_that_is_killed_is_a_fault_that_names_it_and_leaves_the_last_s
 def layout_of() -> tuple[AdamW, TierLayout]:
     rule = AdamW()
     params = {"a": torch.empty(3, 5), "b": torch.empty(4097), "frozen": torch.empty(2)}
-    return rule, TierLayout.of(params, [("b",), ("a",)], rule, keeps_gradients=True)
+    alone = TierShares(RowPartition(ProcessGroups.flat(1)), 0)
+    return rule, TierLayout.of(params, [("b",), ("a",)], rule, keeps_gradients=True, shares=alone)
 
 
 def test_gradients_are_seen_at_both_ends_and_are_zeros_once_given_back() -> None:

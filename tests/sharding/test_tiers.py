@@ -25,12 +25,15 @@ from gossamer.comm.bucket import Layout
 from gossamer.comm.channel import Channel, Pending
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.comm_thread import CommStep
+from gossamer.comm.message import ProcessGroups
 from gossamer.partition.plan_file import make_plan
 from gossamer.run.tiers import _check_disks
 from gossamer.sharding import (
+    RowPartition,
     TieredStates,
     TierLayout,
     TierLimits,
+    TierShares,
     UnshardOrder,
     UpdateProgress,
     UpdateTerms,
@@ -303,7 +306,8 @@ def test_what_tiers_do_not_go_with_is_refused_by_name(tmp_path: Path) -> None:
     beside: list[dict[str, Any]] = [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"sync": {"diloco": {}}}},
-        {"plan": {"mesh": {"pipe": 2}}},
+        {"plan": {"mesh": {"pipe": 2}, "sharding": {"shard_group": "all"}}},
+        {"plan": {"mesh": {"pipe": 2}, "pipeline_schedule": {"split_backward": {}}}},
         {"model": {"adapter": "lora"}},
         {"model": {"compile": True}},
         {"plan": {"sharding": {"shard_group": "all"}, "savers": [{"tiling": {"linears": "*", "tiles": 2}}]}},
@@ -486,7 +490,8 @@ def test_a_layout_covers_every_byte_once() -> None:
     from gossamer.optimizer.adamw import AdamW
 
     params = {"a": torch.empty(3, 5), "b": torch.empty(()), "c": torch.empty(4097), "frozen": torch.empty(2)}
-    layout = TierLayout.of(params, [("c", "b"), ("a",)], AdamW(), keeps_gradients=True)
+    alone = TierShares(RowPartition(ProcessGroups.flat(1)), 0)
+    layout = TierLayout.of(params, [("c", "b"), ("a",)], AdamW(), keeps_gradients=True, shares=alone)
     taken = [
         (start + one.start, start + one.start + one.nbytes)
         for group in layout.groups

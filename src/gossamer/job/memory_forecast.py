@@ -199,7 +199,8 @@ class _Parts:
         tiers = sharding if isinstance(sharding, Tiers) else None
         limits = tiers.limits if tiers is not None else None
         if limits is not None:  # buffers are gradients and states on their way
-            kept = sum(p.nbytes for p in self.module.parameters())  # of which the ranks may have some each
+            there = self._names(place)
+            kept = sum(p.nbytes for n, p in self.module.named_parameters() if n in there)  # perhaps some on each rank
             kept, trained, copies, owned = min(kept, limits.device.limit), 0, 0, min(limits.host.limit, 4 * kept)
         activations = self._activations(ghosts.get(replica), replica, place)
         growth = round(activations * self._unused(ghosts.get(replica)))

@@ -271,8 +271,8 @@ def _walk(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrder 
     sharding = parts.recipe.sharding
     if not (sharding.takes_parameters or sharding.is_tiered):
         return None
-    walk = walk_of(engine, parts.train, parts.units)
-    check_agreement(pump, {"order of the units, and what they read": repr(walk)})
+    walk = walk_of(parts, engine, pump)
+    check_agreement(pump, {"order of the units, and what they read": repr(walk)}, level="all")
     return walk
 
 
@@ -294,7 +294,7 @@ def _exchanger(
             steps=config.train.steps,
             second_moments=CommonAdamW.serves(methods.optimizer),
             policy=inter_island_policy(methods),
-            walk=walk,
+            walk=walk if job.parts.cut is None else None,  # bytes between stages are known since the cuts are
             trials=TrialSteps(parts=job.parts, engine=engine, feed=feed, pump=pump, at=job.at),
         ),
         plan=plan,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.p2p import TensorSpec
 from gossamer.pipeline.p2p import StageTensor
 from gossamer.pipeline.schedule import Schedule
@@ -86,6 +86,8 @@ def _gradients(methods: PlanMethods, staged: Staged, levels: ProcessGroups, rank
     found: list[Traffic] = []
     for layout, one in gradient_buckets(shapes, exchange, plan):
         found += one.traffic(layout, levels, rank)
+        if methods.sharding.is_tiered and not any(entry.name in staged.shared for entry in layout.entries):
+            found.append(Traffic(Collective.SUM, len(layout.entries), 4))  # who has a gradient of each
     holders = {name: mesh.of_replica(replica, places) for name, places in staged.shared.items()}
     tied = TiedWeights(rank, levels, holders)
     forms = {name: TensorSpec(shape, torch.float32) for name, shape in shapes}

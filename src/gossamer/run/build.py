@@ -81,6 +81,7 @@ class _Inputs:
     pump: CommThread
     around: TrainerServices
     params: Mapping[str, Tensor]
+    pipeline: Pipeline
 
     @property
     def rank(self) -> int:
@@ -104,7 +105,9 @@ def build(parts: Parts, engine: ModelRuntime, pump: CommThread, around: TrainerS
     pipeline = pipeline_of(parts, rank, levels)
     recipe = parts.recipe
     recipe.optimizer.prepare(params)
-    given = _Inputs(parts=parts, recipe=recipe, engine=engine, pump=pump, around=around, params=params)
+    given = _Inputs(
+        parts=parts, recipe=recipe, engine=engine, pump=pump, around=around, params=params, pipeline=pipeline
+    )
     rule = Master(inner=_rule(recipe, levels, rank))  # copies half types alone
     states, replica = _states_and_reducer(given, rule)
     scaling = LossScale.of(engine.precision)
@@ -203,7 +206,7 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
     tiers = None
     if sharding.is_tiered:
         assert given.around.beside is not None, "weights are gathered beside the messages of steps"
-        tiers = tiers_of(parts, rule, exchange, given.around.beside, given.engine.tiled)
+        tiers = tiers_of(parts, rule, exchange, given.around.beside, given.pipeline, given.engine.tiled)
     shards = None
     if parts.walk is not None and tiers is None:
         shards = _shards(parts, parts.walk, given.around, given.rank, deal.of_parameters)
@@ -224,7 +227,8 @@ def _states_and_reducer(given: _Inputs, rule: Optimizer) -> tuple[ShardedOptimiz
         bucket_bytes=parts.plan.bucket_bytes,
         buckets=parts.plan.buckets,
         turns=parts.plan.turns,
-        holdings={} if tiers is not None else states.holdings,  # which divide the mean themselves, if anybody
+        # Tiers divide the mean themselves, if anybody.
+        holdings={} if tiers is not None and sharding.is_sharded else states.holdings,
         meets="all" if together.loop is None else "island",
         gives_back=sharding.gives_back,
         keeps_sent=parts.config.train.verify.every > 0,

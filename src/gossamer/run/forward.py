@@ -109,8 +109,7 @@ def _nothing() -> None:
     pass
 
 
-@torch.no_grad()
-def run_forward(
+def passed_forward(
     pump: CommThread,
     pieces: Mapping[int, ModelPart],
     pipeline: Pipeline,
@@ -122,10 +121,24 @@ def run_forward(
     """Run a forward pass through the pipeline and return the loss of every micro-batch, on ranks with the last stage.
 
     All ranks of the pipeline must call it. `step`: selects the random numbers to draw; `moves`: called before each
-    forward. Raises PeerLost.
+    forward. Graphs are kept as long as they are used. Raises PeerLost.
     """
     transfers = transfers_of(pump, pieces, pipeline, batches, (0, 0))
     work = ForwardWork(pieces, pipeline.schedule.stages, batches, transfers, step, moves)
     execute(pipeline.schedule, RankBackend(pipeline.rank, work))
     transfers.finish()
     return work.results
+
+
+@torch.no_grad()
+def run_forward(
+    pump: CommThread,
+    pieces: Mapping[int, ModelPart],
+    pipeline: Pipeline,
+    batches: Mapping[int, MicroBatch],
+    *,
+    step: int = 0,
+    moves: Callable[[], None] = _nothing,
+) -> dict[int, Tensor]:
+    """Run `passed_forward` without a graph, for validation and sampling."""
+    return passed_forward(pump, pieces, pipeline, batches, step=step, moves=moves)

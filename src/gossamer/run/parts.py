@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.loss import Loss
 from gossamer.model.text_stream import TextCoder
@@ -44,6 +44,12 @@ class Parts:
     def outline(self) -> nn.Module:
         """Return the full model by names and shapes; without parameter values if the module holds only some stages."""
         return self.module if self.cut is None else self.cut.ways.module
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """Return the parameters of the module by name, in stages those of this rank's stages."""
+        named = self.module.named_parameters()
+        return {name: param for name, param in named if self.cut is None or name in self.cut.holds}
 
     @property
     def units(self) -> tuple[str, ...]:

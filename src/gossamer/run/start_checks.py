@@ -144,19 +144,22 @@ def _check_copies(parts: Parts) -> None:
         )
 
 
-def check_agreement(pump: CommThread, facts: dict[str, str]) -> None:
+def check_agreement(pump: CommThread, facts: dict[str, str], *, level: str = "") -> None:
     """Check that all ranks hold the same `facts`, such as configuration, plan, data and model, by name.
 
-    Raises BadInput that names the ranks which differ.
+    `level`: each group of this level by itself, as the ranks of one stage. All ranks call it. Raises BadInput that
+    names the ranks which differ.
     """
     digests = [int.from_bytes(hashlib.sha256(v.encode()).digest()[:6], "big") for v in facts.values()]
     rows = gathered(pump.channel, digests)  # 48 bits are exact in float64
+    groups = pump.channel.levels.groups[level] if level else (range(len(rows)),)
     for column, name in enumerate(facts):
-        values = rows[:, column].tolist()
-        if outvoted(values) != []:
-            raise BadInput(
-                f"the ranks do not agree about the {name}: {parted(values)}. Give every host the same {name}"
-            )
+        for group in groups:
+            values = rows[list(group), column].tolist()
+            if outvoted(values) != []:
+                raise BadInput(
+                    f"the ranks do not agree about the {name}: {parted(values, group)}. Give every host the same {name}"
+                )
 
 
 def fingerprint(module: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.optimizer import Optimizer
 from gossamer.run.checkpoint import trainable
+from gossamer.run.forward import Pipeline
 from gossamer.run.parts import Parts
 from gossamer.run.step_algorithm import Gradients, ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.task import Task
@@ -34,6 +36,7 @@ from gossamer.sharding import (
     tier_path,
 )
 from gossamer.sharding.tiers import Tiers
+from gossamer.spec.action import Op
 from gossamer.spec.errors import bad_input
 from gossamer.spec.odd_one_out import ranked
 from gossamer.spec.units import show_bytes, show_seconds
@@ -65,17 +68,24 @@ class TieredStep(StepAlgorithm):
     def commit(self, task: Task, agreement: StepAgreement, *, updates: int) -> None:
         replica = self.gradients.replica
         replica.commit()
+        idle = agreement.idle - self.gradients.tied.holders.keys()  # of those each stage knows its own part
+        scale = self.clip / (agreement.norm + 1e-6) if self.clip and agreement.norm > self.clip else 1.0
+        terms = self._terms(task, updates, scale)
         if not self.tiers.is_hidden:
-            scale = self.clip / (agreement.norm + 1e-6) if self.clip and agreement.norm > self.clip else 1.0
-            self.tiers.update(self._terms(task, updates, scale), agreement.idle)
+            self.tiers.update(terms, idle)
+        for layout, mean in replica.handed_over():
+            self.tiers.update_with(layout, mean, terms, idle)
         self.tiers.commit(updates + 1)
-        self.states.missed(agreement.idle)
+        if not self.gradients.pipeline.together:
+            self.states.missed(idle)
 
     def _terms(self, task: Task, updates: int, scale: float = 1.0) -> UpdateTerms:
         skipped = dict(self.states.skipped) if self.states.rule.counts_each else {}
         return UpdateTerms(task.window.lr, updates, scale, skipped)
 
     def reject(self, task: Task) -> None:
+        for layout, mean in self.gradients.replica.handed_over():
+            self.tiers.drop(layout, mean)
         self.tiers.reject()
         self.gradients.replica.reject()
 
@@ -95,6 +105,7 @@ def tiers_of(
     rule: Optimizer,
     exchange: Mapping[str, Exchange],
     pump: CommThread,
+    pipeline: Pipeline,
     tiled: Sequence[TiledWeight] = (),
 ) -> TieredStates:
     """Put the states of a rank into tiers; all ranks must call it, each has a file of its own.
@@ -117,14 +128,20 @@ def tiers_of(
     cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
     names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
     is_hidden = not config.train.max_grad_norm
-    channel, shares = pump.channel, None
-    if sharding.is_sharded:
-        deal = sharding.deal(channel.levels).of_parameters
+    channel = pump.channel
+    shares = TierShares(sharding.deal(channel.levels).of_parameters, channel.rank)
+    if shares.divides:
         channel.widen(ProcessGroups({LEVEL: channel.levels.groups["all"]}))
-        shares = TierShares(deal, channel.rank)
-    params = dict(parts.module.named_parameters())
+    params = parts.held
     layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden, shares=shares)
-    least_host = smallest_host(layout, walk, names, microbatches=max(parts.plan.microbatches))
+    averages = parts.cut is not None and len(channel.levels.group("all", channel.rank)) > 1
+    least_host = smallest_host(
+        layout,
+        walk,
+        names,
+        is_all_open=averages or max(parts.plan.microbatches) > 1,
+        kept=frozenset() if parts.cut is None else parts.cut.parameters_on_several_stages().keys(),
+    )
     limits = sharding.limits
     tiled = [one for one in tiled if one.name in walk.tiled]
     least = smallest_device(walk, params, tiled)
@@ -146,6 +163,7 @@ def tiers_of(
     found = TieredStates.of(
         rule,
         parts.module,
+        params,
         walk,
         layout,
         limits,
@@ -154,6 +172,8 @@ def tiers_of(
         windows=windows,
         updater_of=updater_of,
         is_hidden=is_hidden,
+        is_divided=sharding.is_sharded or parts.cut is not None,
+        passes=[action.op is not Op.B for action in pipeline.row if action.op in (Op.F, Op.RECOMPUTE, Op.B)],
         tiled=tiled,
         shares=shares,
         pump=pump,
@@ -219,11 +239,11 @@ def _check_disks(channel: Channel, folder: Path, size_bytes: int) -> None:
 
 def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
     """Yield (level, message) of what is to be known before: bytes of a step, rate, what is not hidden."""
-    sharding, times = parts.recipe.sharding, 2 * max(parts.plan.microbatches)
-    ranks = parts.plan.ranks
+    sharding, ranks = parts.recipe.sharding, parts.plan.ranks
     assert isinstance(sharding, Tiers) and parts.walk is not None
-    inside = {name for unit in parts.walk.units for name in unit.names}
-    reads = {name: times if name in inside else 1 for group in tiers.layout.groups for name in group.names}
+    times = Counter(index for index, _ in tiers.parameters.expected)
+    inside = {name: times[index] for index, unit in enumerate(parts.walk.units) for name in unit.names}
+    reads = {name: inside.get(name, 1) for group in tiers.layout.groups for name in group.names}
     read, written = tiers.layout.step_bytes(reads)
     way = "past the page cache (O_DIRECT)" if tiers.file.is_direct else "through the page cache, and dropped from it"
     who, measured = "a step", "as measured"
@@ -235,7 +255,8 @@ def remarks_of(parts: Parts, tiers: TieredStates) -> Iterator[tuple[str, str]]:
         f"{show_bytes(tiers.rate)}/s, {measured}, {show_seconds((read + written) / tiers.rate)}",
     )
     if ranks > 1:
-        what = "all states" if tiers.shares is None else "the states of some parameters"
+        what = "all states" if parts.cut is None else "the states of its stage"
+        what = "the states of some parameters" if tiers.shares.divides else what
         yield (
             "info",
             f"tiers: each of the {ranks} ranks has {what} in a file of its own, the largest of "

@@ -7,7 +7,7 @@ the unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
@@ -33,18 +33,24 @@ class AccessTrace:
     running: list[str] = field(default_factory=list)
     read: dict[str, int] = field(default_factory=dict)  # parameter -> the number of the last node that did
     tiled: Mapping[str, TiledWeight] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()  # parameters that lie on other stages
     whole: set[str] = field(default_factory=set)  # tiled weights that other code than their layer reads
 
     def walk(self) -> UnshardOrder:
         """Return the unshard order of every step. Units that did not run stay unsharded for the whole step."""
-        found = UnshardOrder.of(self.module, self.order, self.loose).through(self.backward)
+        found = UnshardOrder.of(self.module, self.order, self.loose, absent=self.absent).through(self.backward)
         return replace(found, tiled=tuple(name for name in self.tiled if name in self.read and name not in self.whole))
 
 
 @contextmanager
-def trace_access(module: nn.Module, units: Sequence[str], tiled: Sequence[TiledWeight] = ()) -> Iterator[AccessTrace]:
-    """Trace the forward that runs inside the context. `tiled`: the weights of layers that run in tiles."""
-    seen = AccessTrace(module, tuple(units), tiled={one.name: one for one in tiled})
+def trace_access(
+    module: nn.Module, units: Sequence[str], tiled: Sequence[TiledWeight] = (), *, absent: Collection[str] = ()
+) -> Iterator[AccessTrace]:
+    """Trace the forward that runs inside the context. `tiled`: the weights of layers that run in tiles.
+
+    `absent`: parameters of the module that lie on other stages.
+    """
+    seen = AccessTrace(module, tuple(units), tiled={one.name: one for one in tiled}, absent=frozenset(absent))
     named = [u for u in units if u]
     real = {u: module.get_submodule(u) for u in named}
     own = {u: vars(one).get("forward") for u, one in real.items()}
@@ -96,7 +102,8 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
         self._names: dict[int, list[str]] = {}
-        for name, param in seen.module.named_parameters():
+        there = ((name, p) for name, p in seen.module.named_parameters() if name not in seen.absent)
+        for name, param in there:
             self._names.setdefault(_storage(param), []).append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

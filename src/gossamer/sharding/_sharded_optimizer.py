@@ -89,7 +89,7 @@ class ShardedOptimizer:
     @property
     def divides_parameters(self) -> bool:
         """Return whether this rank keeps rows of the parameters that others have not."""
-        return self.shards is not None or (self.tiers is not None and self.tiers.shares is not None)
+        return self.shards is not None or (self.tiers is not None and self.tiers.shares.divides)
 
     @property
     def has_spare_parameters(self) -> bool:
@@ -160,7 +160,7 @@ class ShardedOptimizer:
     def sharded(self) -> dict[str, tuple[Tensor, RowRange, Tensor]]:
         """Return the sharded parameters by name, trained or not: parameter (for its shape), own row range, own rows."""
         if self.tiers is not None:
-            shapes, held = dict(self.tiers.parameters.module.named_parameters()), self.tiers.weights()
+            shapes, held = self.tiers.parameters.params, self.tiers.weights()
             return {n: (p, self.tiers.rows(n, p.shape), held[n]) for n, p in shapes.items()}
         if self.shards is None:
             return {}

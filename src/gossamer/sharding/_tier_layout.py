@@ -94,11 +94,11 @@ class TierLayout:
         rule: Optimizer,
         *,
         keeps_gradients: bool,
-        shares: TierShares | None = None,
+        shares: TierShares,
     ) -> TierLayout:
         """Lay out `params`: those of `groups` are trained, the others frozen. No value of a parameter is read.
 
-        `shares`: which of them the file has, where ranks divide them; of others there is an empty tensor.
+        `shares`: which of them the file has; of others there is an empty tensor.
         """
         trained = {name for names in groups for name in names}
         frozen = tuple(name for name in params if name not in trained)
@@ -143,11 +143,11 @@ class TierLayout:
 
 
 def _record(
-    params: Mapping[str, Tensor], rule: Optimizer | None, shares: TierShares | None
+    params: Mapping[str, Tensor], rule: Optimizer | None, shares: TierShares
 ) -> tuple[tuple[TierTensor, ...], int]:
     """Return the tensors of a record and its bytes: all weights, then all states."""
     shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in params.items()}
-    own = shapes if shares is None else {name: shares.own(name, p) for name, p in shapes.items()}
+    own = {name: shares.own(name, p) for name, p in shapes.items()}
     named = [(name, WEIGHT, p) for name, p in own.items()]
     if rule is not None:
         states = first_states(rule, shapes, shares)
@@ -159,7 +159,6 @@ def _record(
     return tuple(found), at
 
 
-def first_states(rule: Optimizer, params: Mapping[str, Tensor], shares: TierShares | None) -> OptimizerState:
-    """Return the first states of parameters, or of those that a rank has."""
-    own = params if shares is None else {n: p for n, p in params.items() if shares.rows(n, p.shape).count}
-    return rule.init(own)
+def first_states(rule: Optimizer, params: Mapping[str, Tensor], shares: TierShares) -> OptimizerState:
+    """Return the first states of those parameters that a rank has."""
+    return rule.init({name: p for name, p in params.items() if shares.has(name, p.shape)})

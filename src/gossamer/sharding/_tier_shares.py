@@ -12,6 +12,7 @@ other instead of taking wrong weights.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.comm.bucket import Layout
 from gossamer.comm.comm_thread import CommStep, CommThread
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, Rounds, Traffic
 from gossamer.sharding._row_partition import RowPart, RowPartition, RowRange
@@ -32,10 +34,22 @@ _WORD = torch.int64  # in which units are combined
 
 @dataclass(frozen=True, slots=True)
 class TierShares:
-    """Which parameters `rank` has in its file, all rows or none of each, in the partition `deal`."""
+    """Which parameters `rank` has in its file, all rows or none of each, in the partition `deal`.
+
+    A rank with a whole model is the case in which nothing is divided.
+    """
 
     deal: RowPartition
     rank: int
+
+    @property
+    def divides(self) -> bool:
+        """Return whether other ranks have parameters that this one has not."""
+        return bool(self.deal.path) and len(self.deal.levels.group("all", self.rank)) > 1
+
+    def has(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether this rank has a parameter."""
+        return not self.divides or self.rows(name, shape).count > 0
 
     def rows(self, name: str, shape: Sequence[int]) -> RowRange:
         """Return the rows that this rank has of a parameter."""
@@ -43,7 +57,11 @@ class TierShares:
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor shaped like the parameter `name` where this rank has that, else an empty one."""
-        return tensor if self.rows(name, tensor.shape).count else tensor.new_empty(0)
+        return tensor if self.has(name, tensor.shape) else tensor.new_empty(0)
+
+    def part(self, layout: Layout) -> RowPart:
+        """Return the ranges of this rank's parameters in a bucket."""
+        return self.deal.part(layout, self.rank)
 
     def traffic(self, walk: UnshardOrder, microbatches: int) -> Iterator[Traffic]:
         """Yield the messages of a step in which no weight stays from forward to backward: no step sends more."""
@@ -75,19 +93,41 @@ class UnitUnderWay:
         _meet(self.step, f"the weights of {self.name}")
 
 
+class UnitCompletion(ABC):
+    """What completes the weights of a unit after this rank has read what it has of them."""
+
+    @abstractmethod
+    def begin(self, number: int, memory: Tensor, read: Future[None]) -> Future[None] | UnitUnderWay:
+        """Complete a unit's `memory`, whole pages as bytes, once `read` has put there what this rank has.
+
+        What it has not is zero. All ranks must begin units in the same order.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Learn that all ranks have run the same units, and read no more of them in this step. All ranks call it."""
+
+
 @dataclass(frozen=True, slots=True)
-class WeightGather:
+class WholeUnits(UnitCompletion):
+    """The completion of a rank that has all weights: what it has read is all of a unit."""
+
+    def begin(self, number: int, memory: Tensor, read: Future[None]) -> Future[None] | UnitUnderWay:
+        return read
+
+    def finish(self) -> None:
+        """Do nothing: no other rank reads weights that this one has."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGather(UnitCompletion):
     """What completes units, on a communication thread of its own. `names`: of the units, by their number."""
 
     shares: TierShares
     pump: CommThread
     names: tuple[str, ...]
 
-    def begin(self, number: int, memory: Tensor, read: Future[None]) -> UnitUnderWay:
-        """Complete a unit's `memory`, whole pages as bytes, once `read` has put there what this rank has.
-
-        What it has not is zero. All ranks must begin units in the same order.
-        """
+    def begin(self, number: int, memory: Tensor, read: Future[None]) -> Future[None] | UnitUnderWay:
         step = self.pump.begin([2])
 
         def follow(done: Future[None]) -> None:
@@ -100,7 +140,6 @@ class WeightGather:
         return UnitUnderWay(read, step, self.names[number])
 
     def finish(self) -> None:
-        """Learn that all ranks have run the same units, and read no more of them in this step. All ranks call it."""
         step = self.pump.begin([1])
         step.submit(0, self._met(len(self.names)))
         _meet(step, "all ranks to have run the same units")

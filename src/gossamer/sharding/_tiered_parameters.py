@@ -21,7 +21,14 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.sharding._access_trace import tensors_of
 from gossamer.sharding._sharded_parameters import WrappedForward, entry_nodes, hollow
 from gossamer.sharding._tier_limits import TierAccount
-from gossamer.sharding._tier_shares import TierShares, UnitUnderWay, WeightGather, unit_bytes
+from gossamer.sharding._tier_shares import (
+    TierShares,
+    UnitCompletion,
+    UnitUnderWay,
+    WeightGather,
+    WholeUnits,
+    unit_bytes,
+)
 from gossamer.sharding._tile_reader import TileReader, largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
 from gossamer.sharding._unshard_order import UnshardOrder, UnshardUnit
@@ -33,12 +40,18 @@ _NEAR = 2  # units ahead for which others that are needed later make room
 
 @dataclass(slots=True)
 class TieredParameters:
-    """The parameters of a module that lie in a tier file. One thread reads, straight to where they are used."""
+    """The parameters of a module that lie in a tier file. One thread reads, straight to where they are used.
+
+    `params`: those of the module, in stages those of this rank's stages.
+    """
 
     module: nn.Module
+    params: Mapping[str, Tensor]
     file: TierFile
     offset_of: Offsets
     room: TierAccount
+    shares: TierShares
+    completion: UnitCompletion
     always: _FileUnit
     units: tuple[_FileUnit, ...]
     expected: list[tuple[int, bool]]  # (unit, whether forward) of a step, in order
@@ -46,7 +59,6 @@ class TieredParameters:
     exposed_s: float = 0.0  # seconds waited for reads since it was last set to 0
     read_bytes: int = 0
     tiles: TileReader | None = None
-    gather: WeightGather | None = None  # where ranks divide the weights
     _seen: list[tuple[int, bool]] = field(default_factory=list)
     _running: list[int] = field(default_factory=list)
     _real: list[tuple[nn.Module, Callable[..., Any] | None]] = field(default_factory=list)
@@ -55,30 +67,34 @@ class TieredParameters:
     @staticmethod
     def of(
         module: nn.Module,
+        params: Mapping[str, Tensor],
         walk: UnshardOrder,
         file: TierFile,
         offset_of: Offsets,
         room: TierAccount,
+        passes: Sequence[bool] = (True, False),
         tiled: Sequence[TiledWeight] = (),
-        shares: TierShares | None = None,
-        pump: CommThread | None = None,
+        *,
+        shares: TierShares,
+        pump: CommThread,
     ) -> TieredParameters:
-        """Take the parameters of `module` out of memory; the file must hold them already.
+        """Take the parameters `params` of `module` out of memory; the file must hold them already.
 
-        `tiled`: those of which a tile is in memory at one time. `shares`: where the file has some of them; `pump` then
-        brings the others.
+        `passes`: whether each pass of a step over these units is a forward, in the order in which they are expected.
+        `tiled`: those of which a tile is in memory at one time. `shares`: which of them the file has; `pump` brings
+        the others, if there are any.
         """
-        params = dict(module.named_parameters())
         walk = walk.without_tiled(params)
         everything = (walk.always, *walk.units)
         always, *units = (_FileUnit.of(unit, params) for unit in everything)
         there = [(i, True) for i in range(len(units))]
         back = [(i, False) for i in reversed(range(len(units))) if walk.units[i].goes_back]
-        gather = None
-        if shares is not None and pump is not None:
-            names = tuple(unit.name or "the weights outside of units" for unit in everything)
-            gather = WeightGather(shares, pump, names)
-        found = TieredParameters(module, file, offset_of, room, always, tuple(units), [*there, *back], gather=gather)
+        names = tuple(unit.name or "the weights outside of units" for unit in everything)
+        completion = WeightGather(shares, pump, names) if shares.divides else WholeUnits()
+        expected = [one for is_forward in passes for one in (there if is_forward else back)]
+        found = TieredParameters(
+            module, params, file, offset_of, room, shares, completion, always, tuple(units), expected
+        )
         for index, unit in enumerate(walk.units):
             found._wrap(module.get_submodule(unit.name), functools.partial(found._unit, index))
         found._wrap(module, found._whole)
@@ -166,18 +182,15 @@ class TieredParameters:
         """Start to read a unit, if there is room for it; return whether there was."""
         if not self.room.try_take(unit.nbytes):
             return False
-        if self.gather is None:
-            pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items()]
-            unit.under_way = self._reader.submit(self._read, pieces)
-        elif unit.params:
-            has = {name: self.gather.shares.rows(name, one.shape).count > 0 for name, one in unit.params.items()}
-            pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items() if has[name]]
-            others = [pages for name, pages in unit.pages.items() if not has[name]]
-            number = 0 if unit is self.always else 1 + self.units.index(unit)
-            read = self._reader.submit(self._read, pieces, others)
-            unit.under_way = self.gather.begin(number, unit.memory.buffer, read)
-        else:
+        if not unit.params:
             unit.is_there = True
+            return True
+        has = {name: self.shares.has(name, one.shape) for name, one in unit.params.items()}
+        pieces = [(self.offset_of(name), pages) for name, pages in unit.pages.items() if has[name]]
+        others = [pages for name, pages in unit.pages.items() if not has[name]]
+        number = 0 if unit is self.always else 1 + self.units.index(unit)
+        read = self._reader.submit(self._read, pieces, others)
+        unit.under_way = self.completion.begin(number, unit.memory.buffer, read)
         return True
 
     def finish(self) -> None:
@@ -185,10 +198,9 @@ class TieredParameters:
 
         Without it a rank that waits for weights, and one that waits for gradients, would wait for each other.
         """
-        if self.gather is not None:
-            began = time.perf_counter()
-            self.gather.finish()
-            self.exposed_s += time.perf_counter() - began
+        began = time.perf_counter()
+        self.completion.finish()
+        self.exposed_s += time.perf_counter() - began
 
     def _read(self, pieces: list[tuple[int, Tensor]], others: Sequence[Tensor] = ()) -> None:
         """Read whole pages at several places, neighbors with one request; set those of `others` to zero.

@@ -51,7 +51,8 @@ class TieredStates:
     is_hidden: bool
     records: list[int]  # by group: the record that counts
     rate: float  # bytes per second of the file, reads and writes together, measured before the first step
-    shares: TierShares | None  # where each rank has some parameters
+    shares: TierShares  # which parameters this rank has
+    is_divided: bool  # whether files of one step belong together, and each keeps the state before it too
     order: tuple[int, ...]  # of the trained groups, as backward fills them: in it ranks average their gradients
     largest_bytes: int = 0  # of the files of all ranks, where there are several
     is_closed: bool = False
@@ -68,6 +69,7 @@ class TieredStates:
     def of(
         rule: Optimizer,
         module: nn.Module,
+        params: Mapping[str, Tensor],
         walk: UnshardOrder,
         layout: TierLayout,
         limits: TierLimits,
@@ -77,13 +79,16 @@ class TieredStates:
         windows: int,
         updater_of: Callable[[TierFile], GroupUpdater],
         is_hidden: bool,
+        is_divided: bool,
+        shares: TierShares,
+        pump: CommThread,
+        passes: Sequence[bool] = (True, False),
         tiled: Sequence[TiledWeight] = (),
-        shares: TierShares | None = None,
-        pump: CommThread | None = None,
     ) -> TieredStates:
-        """Write the parameters of `module` and the first states to a file, and take them out of memory.
+        """Write the parameters `params` of `module` and the first states to a file, and take them out of memory.
 
-        `shares`: which of them this rank has, as the layout knows; `pump` then brings the weights of others.
+        `shares`: which of them this rank has, as the layout knows; `pump` brings the weights of others, if any.
+        `is_divided`: whether files of one step belong together, so that each keeps the state before its last update.
         `updater_of` makes what updates groups in the file, with `windows` buffers of one record each.
         """
         path = tier_path(folder, rank)
@@ -105,10 +110,11 @@ class TieredStates:
             journal.remove()  # from here on the file holds no consistent state, until the first one is written
             rate = mixed_rate(file)
             TierJournal(layout_file(path)).write({"groups": [told_of(group) for group in layout.groups]})
-            params = dict(module.named_parameters())
             for group in layout.groups:
                 _write_first(group, params, rule, file, shares)
-            parameters = TieredParameters.of(module, walk, file, offset_of, limits.device, tiled, shares, pump)
+            parameters = TieredParameters.of(
+                module, params, walk, file, offset_of, limits.device, passes, tiled, shares=shares, pump=pump
+            )
             undo.callback(parameters.close)
             updater = updater_of(file)
             undo.callback(updater.close)
@@ -124,6 +130,7 @@ class TieredStates:
                 records=records,
                 rate=rate,
                 shares=shares,
+                is_divided=is_divided,
                 order=order,
                 _of_name=of_name,
             )
@@ -173,8 +180,7 @@ class TieredStates:
         """Take over the mean gradient of a group; return the norms of its rows, and of what is left (see ops.norm)."""
         index = self._of_name[layout.entries[0].name]
         norms = row_norms(mean, self.layout.norm_dtype)
-        if self.shares is not None:
-            mean = compacted(mean, self.shares.deal.part(layout, self.shares.rank))
+        mean = compacted(mean, self.shares.part(layout))
         self._idle[index] = frozenset(idle)
         if self.is_hidden:
             assert self._terms is not None
@@ -189,9 +195,19 @@ class TieredStates:
         for index in self._idle:
             self._submit(index, None, terms)
 
+    def update_with(self, layout: Layout, mean: Tensor, terms: UpdateTerms, idle: Collection[str]) -> None:
+        """Update a group whose mean gradient was kept in memory until now, as those of tied weights are."""
+        index = self._of_name[layout.entries[0].name]
+        self._idle[index] = frozenset(idle)
+        self._submit(index, compacted(mean, self.shares.part(layout)), terms)
+
+    def drop(self, layout: Layout, mean: Tensor) -> None:
+        """Free the gradient of a group that is not updated."""
+        self.updater.drop(self._of_name[layout.entries[0].name], mean)
+
     def rows(self, name: str, shape: Sequence[int]) -> RowRange:
         """Return the rows of a parameter that this rank has: all, or none of one that another rank has."""
-        return RowRange(0, shape[0] if shape else 1) if self.shares is None else self.shares.rows(name, shape)
+        return self.shares.rows(name, shape)
 
     def _submit(self, index: int, gradient: Tensor | None, terms: UpdateTerms) -> None:
         idle = self._idle[index]
@@ -230,7 +246,7 @@ class TieredStates:
         are kept until the next update begins: no rank begins one before all have settled this.
         """
         self.file.settle()
-        self._updates, self._has_before = updates, self.shares is not None and bool(moved)
+        self._updates, self._has_before = updates, self.is_divided and bool(moved)
         self.journal.write(
             {"updates": updates, "records": self.records, "moved": list(moved) if self._has_before else []}
         )
@@ -253,12 +269,12 @@ class TieredStates:
     def leave(self) -> None:
         """Back the module's parameters by the file, and let the file go with them."""
         self.progress.wait()
-        self.parameters.leave(self.weights() if self.shares is None else self._whole_weights())
+        self.parameters.leave(self._whole_weights() if self.shares.divides else self.weights())
         self.close()
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """Return the weights of all ranks, mapped from a file of their own that goes with them."""
-        params = dict(self.parameters.module.named_parameters())
+        params = self.parameters.params
         starts, size = {}, 0
         for name, one in params.items():
             starts[name] = size
@@ -299,13 +315,13 @@ class TieredStates:
 
 
 def _write_first(
-    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares | None
+    group: TierGroup, params: Mapping[str, Tensor], rule: Optimizer, file: TierFile, shares: TierShares
 ) -> None:
     """Write the first record of a group, some tensors at a time."""
     for name in group.names:
         given = params[name].detach()
         states = {} if group.is_frozen else first_states(rule, {name: given}, shares).get(name, {})
-        own = given if shares is None else shares.own(name, given)
+        own = shares.own(name, given)
         for one in group.tensors:
             if one.name == name and one.nbytes:
                 _write_tensor(file, group.starts[0] + one.start, own if one.slot == WEIGHT else states[one.slot])
@@ -332,27 +348,33 @@ def closing_order(walk: UnshardOrder, gradients: Sequence[Sequence[str]]) -> tup
 
 
 def smallest_host(
-    layout: TierLayout, walk: UnshardOrder, gradients: Sequence[Sequence[str]], *, microbatches: int
+    layout: TierLayout,
+    walk: UnshardOrder,
+    gradients: Sequence[Sequence[str]],
+    *,
+    is_all_open: bool,
+    kept: Collection[str] = (),
 ) -> int:
     """Return the least bytes of buffers that a step needs: a window, and the gradients that are open at once.
 
     The gradients of a unit are made together, from the last unit to the first. Those of parameters outside of units are
-    open from the start on, and with several micro-batches all are, until the last of them. Several ranks need no more:
-    they average buckets in the order in which they are filled (`closing_order`).
+    open from the start on. `is_all_open`: all are, as those of several micro-batches until the last of them. Several
+    ranks need no more: they average buckets in the order in which they are filled (`closing_order`). `kept`: those
+    whose gradient stays until all backward passes are over.
     """
     sizes = {frozenset(group.names): group.open_bytes for group in layout.trained}
-    if microbatches > 1:
+    if is_all_open:
         return layout.window_bytes + sum(sizes.values())
     left = [set(names) for names in gradients]
     groups = [frozenset(names) for names in gradients]
-    loose = walk.always.names
+    loose = walk.always.names | frozenset(kept)
     is_open = {i for i, names in enumerate(groups) if names & loose}
     most = sum(sizes[groups[i]] for i in is_open)
     for unit in reversed(walk.units):
         is_open |= {i for i, names in enumerate(groups) if names & unit.names}
         most = max(most, sum(sizes[groups[i]] for i in is_open))
         for i in list(is_open):
-            left[i] -= unit.names
+            left[i] -= unit.names - loose
             if not left[i]:
                 is_open.discard(i)
     return layout.window_bytes + most

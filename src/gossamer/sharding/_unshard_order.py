@@ -51,12 +51,17 @@ class UnshardOrder:
     tiled: tuple[str, ...] = ()
 
     @staticmethod
-    def of(module: nn.Module, units: Sequence[str], loose: Collection[str] = ()) -> UnshardOrder:
-        """Build the order of `units` of `module`, given as they run. `loose`: parameters read outside of their unit."""
+    def of(
+        module: nn.Module, units: Sequence[str], loose: Collection[str] = (), *, absent: Collection[str] = ()
+    ) -> UnshardOrder:
+        """Build the order of `units` of `module`, given as they run. `loose`: parameters read outside of their unit.
+
+        `absent`: those that lie on other stages; units that have no others are left out.
+        """
         places: dict[int, set[str]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             places.setdefault(id(param), set()).add(unit_of(name, units))
-        params = dict(module.named_parameters())
+        params = {name: p for name, p in module.named_parameters() if name not in absent}
         held: dict[str, dict[str, Tensor]] = {"": {}, **{unit: {} for unit in units}}
         for name, param in params.items():
             own = unit_of(name, units)

@@ -11,6 +11,9 @@ the same on all; the mean goes to the update in the thread that received it. `sh
 with all and makes all updates. `all`: each parameter, with its states, is in the file of one rank (by its name), which
 updates it. Before a unit runs, the ranks read what they have of it, and an OR of their memory completes it on all, read
 ahead as before. Limits are those of each rank.
+Stages:  each rank has the units of its stage. Its passes follow the schedule (F0 F1 B0 ..), by which it reads ahead.
+Gradients are open until the last micro-batch; those of tied weights are summed over stages after backward, and their
+buckets are updated last.
 State:   `device`: the weights of the running unit, of the next, and those read outside of units. `host`: up to 3
 windows of a bucket's weights and states, and the gradients on their way. `file`: each bucket's weights and states
 twice, so that an update never overwrites what counts: a step that is rejected or cut short by a crash leaves the last
@@ -33,9 +36,9 @@ training.
 Unlike ZeRO-Infinity and Fuyou: two records of each bucket instead of one updated in place.
 Update:  by three threads of the rank, or by those of a process of its own (update: process), to which gradients go
 through shared memory. Its numbers are the same. Its interpreter costs about 150 MB, which no limit counts.
-Not for: stages, local updates, exchanges but dense, adapters, CUDA devices: these are refused. With shard_group all
-also the savers tiling and cut_cross_entropy, unequal numbers of micro-batches, and units that some ranks alone run: a
-step of such a model ends on all ranks with one error that names ranks and units.
+Not for: shard_group all or split_backward in stages, local updates, exchanges but dense, adapters, CUDA devices: these
+are refused. With shard_group all also the savers tiling and cut_cross_entropy, unequal numbers of micro-batches, and
+units that some ranks alone run: a step of such a model ends on all ranks with one error that names ranks and units.
 """
 
 from __future__ import annotations

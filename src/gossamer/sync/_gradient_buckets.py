@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, divided_as, partition
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
 from gossamer.exchange import Exchange, compile_kernels, has_residual, is_residual
-from gossamer.ops.norm import global_norm_squared, squared_of
+from gossamer.ops.norm import row_norms, squared_of
 from gossamer.sharding import Holding, TieredStates
 from gossamer.spec.errors import bad_input
 from gossamer.spec.row_range import RowRange, whole_of
@@ -38,6 +38,7 @@ class BucketState:
     sent: bool = False
     total: Tensor = field(default_factory=lambda: torch.zeros(()))  # of all numbers that this rank gave
     outcome: Outcome | None = None
+    is_kept: bool = False  # whether it stays after its mean is known, as gradients of other stages are added
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
     norms: tuple[Tensor, Tensor] | None = None  # of the mean, where tiers have taken it (see ops.norm.row_norms)
 
@@ -120,7 +121,9 @@ class GradientBuckets:
             return BucketState(layout, exchange, exchange.init(layout), rows, layout)
         mine = Layout.of({e.name: self._owned(e.name, self.params[e.name]) for e in layout.entries})
         bucket = None if self._gives_back else layout.allocate()
-        return BucketState(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
+        found = BucketState(layout, exchange, exchange.init(layout), bucket, replace(mine, dtype=layout.dtype))
+        found.is_kept = any(e.name in self._holdings and self._holdings[e.name].added for e in layout.entries)
+        return found
 
     def _rows(self, flat: Tensor, part: RowRange) -> Tensor:
         """Return the rows `part` of a divided parameter's flat buffer, flat."""
@@ -227,15 +230,22 @@ class GradientBuckets:
 
         In a local step each island counts its own.
         """
-        taken = [slot.norms for slot in self.slots if slot.norms is not None]  # of all or of none
-        if taken:
-            return squared_of(taken).item()
+        counted = [self._counted(slot, level) for slot in self.slots]
+        taken = [slot.norms for slot in self.slots if slot.norms is not None]
+        kinds = [one.dtype for part in counted for one in part] + [short.dtype for _, short in taken]
+        dtype = torch.float64 if torch.float64 in kinds else torch.float32
+        norms = [
+            one
+            for slot, part in zip(self.slots, counted, strict=True)
+            for one in ([slot.norms] if slot.norms is not None else [row_norms(flat, dtype) for flat in part])
+        ]
+        return squared_of(norms).item() if norms else 0.0
+
+    def _counted(self, slot: BucketState, level: str) -> list[Tensor]:
+        """Return the tensors of a bucket whose norm this rank counts; none where tiers have taken it."""
         elsewhere = self._elsewhere if level == "all" else frozenset()
-        counted: list[Tensor] = []
-        for slot in self.slots:
-            mine = [view for name, view in self._known(slot) if self._param(name) not in elsewhere]
-            counted += slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
-        return global_norm_squared(counted).item() if counted else 0.0
+        mine = [view for name, view in self._known(slot) if self._param(name) not in elsewhere]
+        return slot.flats if self.is_whole and len(mine) == len(slot.layout.entries) else mine
 
     def not_finite(self) -> tuple[bool, bool]:
         """Return whether this rank's input was non-finite, and whether a lossy exchange might have hidden that."""

@@ -10,7 +10,7 @@ All three run among the ranks whose gradients are averaged: in a local step, tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -48,7 +48,8 @@ class GradientReducer:
     `gives_back`: free all but the owned rows after the exchange, and allocate a bucket at its first gradient. At most
     as many buckets are pending as the order of messages needs, and backward waits for them. `tiers`: what takes
     over the mean of each bucket as soon as that is known, and says when there is room for another. It is called in the
-    communication thread, for one bucket after the other, in an order that is the same on all ranks. `keeps_sent`: keep
+    communication thread, for one bucket after the other, in an order that is the same on all ranks. Buckets with tied
+    weights of several stages stay until `handed_over`, as their gradients are summed after the mean. `keeps_sent`: keep
     a copy of this rank's input to the exchange until the next step.
     """
 
@@ -72,7 +73,9 @@ class GradientReducer:
         self.timing = Timing()
         self._pump = pump
         self._gathers = StepGathers(pump, self.timing)
-        self._is_alone = pump.channel.levels.is_alone
+        levels, rank = pump.channel.levels, pump.channel.rank
+        self._is_alone = levels.is_alone
+        self._averages = len(levels.group("all", rank)) > 1  # else a mean is known as soon as a bucket is full
         self._buckets = GradientBuckets(params, holdings=holdings, gives_back=gives_back)
         exchanges = dict.fromkeys(params, exchange) if isinstance(exchange, Exchange) else exchange
         self._lay_out(exchanges, bucket_bytes=bucket_bytes, buckets=buckets, turns=turns)
@@ -192,8 +195,8 @@ class GradientReducer:
             pairs = [(self._method(s.exchange, window.level), s.layout) for s in self._slots]
             self._rounds[window.level] = [len(one.traffic(layout, levels, self.rank)) for one, layout in pairs]
         rounds, turns, tiers = self._rounds[window.level], self._turns, self._tiers
-        if tiers is not None:  # alone there is nothing to wait for in turn
-            rounds = [] if self._is_alone else rounds
+        if tiers is not None:  # where no other rank has these parameters there is nothing to wait for in turn
+            rounds = rounds if self._averages else []
             turns = tuple(i for i in tiers.order for _ in range(rounds[i] + 1)) if rounds else ()
         self._exchanging = self._pump.begin(rounds, turns)
 
@@ -248,9 +251,9 @@ class GradientReducer:
 
     def _receive(self) -> None:
         for index, slot in enumerate(self._slots):
-            if self._tiers is None:
+            if self._tiers is None or (slot.is_kept and self._averages):
                 slot.receive(self._exchanging.result(index))
-            elif not self._is_alone:
+            elif self._averages:
                 self._exchanging.result(index)
 
     def agree(self, vote: StepVote) -> StepAgreement:
@@ -278,6 +281,14 @@ class GradientReducer:
     def reject(self) -> None:
         """Drop the exchanges' new states: the step did not take effect."""
         self._buckets.reject()
+
+    def handed_over(self) -> Iterator[tuple[Layout, Tensor]]:
+        """Yield the mean of each bucket that tiers have not taken, and let it go: it belongs to the caller."""
+        for slot in self._slots:
+            if slot.bucket is not None and self._tiers is not None:
+                flat, slot.bucket = slot.bucket.flat, None
+                self._buckets.adopt(slot)
+                yield slot.layout, flat
 
     def states(self) -> dict[str, Tensor]:
         """Return the state of all exchanges, by "path@parameter"."""
@@ -325,7 +336,7 @@ class GradientReducer:
         """
         tiers = self._tiers
         assert tiers is not None
-        for index in tiers.order if not self._is_alone else ():
+        for index in tiers.order if self._averages else ():
             slot = self._slots[index]
             if not slot.sent:
                 return slot.layout.entries[0].name if any(one.sent for one in self._slots) else ""
@@ -358,9 +369,11 @@ class GradientReducer:
         # The cheapest test of all numbers, for `agree`: a non-finite mean does not show which rank caused it.
         if not (self._is_alone and slot.exchange.traits.lossless):
             slot.total = bucket.flat.sum(dtype=torch.promote_types(bucket.flat.dtype, torch.float32))
-        if self._tiers is not None and self._is_alone:
+        if self._tiers is not None and not self._averages:
             if at.share != 1.0:
                 bucket.flat.mul_(at.share)
+            if slot.is_kept:
+                return
             slot.norms = self._tiers.take(
                 slot.layout, bucket.flat, frozenset(e.name for e in slot.layout.entries) - self._touched
             )
@@ -368,11 +381,11 @@ class GradientReducer:
             self._buckets.adopt(slot)
             return
         method = slot.run(bucket, self._method(slot.exchange, window.level), at)
-        if self._tiers is not None:
+        if self._tiers is not None and not slot.is_kept:
             marks = torch.tensor([e.name in self._touched for e in slot.layout.entries], dtype=torch.int32)
             self._exchanging.submit(index, self._buckets.taken(slot, method, marks, self._tiers))
             return
-        if self._gives_back:
+        if self._gives_back and not slot.is_kept:
             method = self._buckets.give_back(slot, method)
         self._exchanging.submit(index, method if levels is self.levels else sent_at(method, lambda _: window.level))
 

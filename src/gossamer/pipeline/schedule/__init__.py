@@ -31,6 +31,11 @@ class PipelineSchedule(ABC):
         Raises BadInput where the schedule does not support these numbers.
         """
 
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether the gradients of parameters are made after those of the stage's inputs, by themselves."""
+        return False
+
 
 REGISTRY: Registry[PipelineSchedule] = Registry(__name__, PipelineSchedule)  # type: ignore[type-abstract]
 names = REGISTRY.names

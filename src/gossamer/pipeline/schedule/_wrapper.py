@@ -29,3 +29,7 @@ class ScheduleWrapper(PipelineSchedule):
         return self.changed(
             self.inner.make(stages=stages, ranks=ranks, microbatches=microbatches, costs=costs, memory_cap=memory_cap)
         )
+
+    @property
+    def splits_backward(self) -> bool:
+        return self.inner.splits_backward

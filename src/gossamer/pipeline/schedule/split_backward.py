@@ -23,3 +23,7 @@ class SplitBackward(ScheduleWrapper):
 
     def changed(self, made: Schedule) -> Schedule:
         return with_split_backward(made)
+
+    @property
+    def splits_backward(self) -> bool:
+        return True

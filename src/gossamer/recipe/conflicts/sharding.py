@@ -20,6 +20,7 @@ def sharding_with_stages(recipe: Recipe) -> BadInput | None:
         return bad_input(wanted="plan.pipeline_schedule single_stage, for sharded parameters", got=got, do=do, key=key)
     if recipe.in_stages or recipe.sync.probe is not None:
         got = recipe.apart_by
+        do = "set plan.sharding.tiers.shard_group to none" if sharding.is_tiered and recipe.in_stages else do
         return bad_input(
             wanted="no pipeline stages and a gradient exchange at every step, for sharded states",
             got=got,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from gossamer.exchange.dense import Dense
-from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, STAGES, Beside, refused_beside
+from gossamer.recipe.conflicts._beside import ADAPTER, ADVERSARIAL, COMPILED, SIDE, Beside, refused_beside
 from gossamer.recipe.recipe import Recipe
 from gossamer.saver.tiling import Tiling
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import told
 
 _OTHERS = (
-    STAGES,
     Beside(
         "plan.sync every_step",
         lambda r: r.sync.loop is not None or r.sync.probe is not None,
@@ -23,8 +22,8 @@ _OTHERS = (
     ),
     Beside("no policy", lambda r: r.policy is not None, lambda r: f"plan.adapt {told(r.config.plan.adapt)}"),
     Beside(
-        "the pipeline schedule single_stage",
-        lambda r: told(r.plan.pipeline_schedule) != "single_stage",
+        "a pipeline schedule without split_backward",
+        lambda r: r.methods.schedule.splits_backward,
         lambda r: f"plan.pipeline_schedule {told(r.plan.pipeline_schedule)}",
     ),
     Beside(
