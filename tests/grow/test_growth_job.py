@@ -148,6 +148,19 @@ def test_a_growth_that_is_not_lossless_is_refused_before_anything_is_written(tmp
     assert found.said["logit_difference"] < 1e-12
 
 
+def test_copies_that_compute_something_else_are_refused_where_depth_stays(tmp_path: Path) -> None:
+    """Bloom's positions follow from the number of its heads, so that twice as many of them compute something else."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 24, "n_layer": 1, "n_head": 4}
+    torch.manual_seed(0)
+    export_hf(spread_out(BloomForCausalLM(BloomConfig(**sizes))), None, None, tmp_path / "bloom")
+    config = written(tmp_path, {"hf": "bloom", "config": {**sizes, "hidden_size": 48, "n_head": 8}})
+    with pytest.raises(BadInput, match=r"logits that differ by .* keep .*the number of heads where positions follow"):
+        verbs.grow(tmp_path / "bloom", config, by="de_coalesce", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_epsilon_that_a_config_cannot_say_alone_is_refused(tmp_path: Path) -> None:
     """The norms over a head's elements have the same key and keep their epsilon."""
     from gossamer import grow

@@ -55,6 +55,38 @@ def test_the_divergences_are_their_equations() -> None:
         assert torch.allclose(built(name).divergence(z, z, 0.6), torch.zeros(N, dtype=z.dtype), atol=1e-12), name
 
 
+@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "taid"])
+@pytest.mark.parametrize("t", [0.0, 0.6, 1.0])
+def test_words_that_both_models_mask_do_not_count(name: str, t: float) -> None:
+    """Padded words with a logit of -inf, as some models give, are as words that are not there."""
+    method, masked = built(name), torch.full((N, 3), -math.inf, dtype=torch.float64)
+    found = []
+    for more in (torch.zeros(N, 0, dtype=torch.float64), masked):
+        student = torch.cat([logits(0), more], 1).requires_grad_()
+        value = method.divergence(student, torch.cat([logits(1), more], 1), t)
+        (slope,) = torch.autograd.grad(value.sum(), student)
+        found.append((value.detach(), slope[:, :V]))
+        assert not slope[:, V:].any()
+    for plain, ours in zip(*found, strict=True):
+        assert torch.allclose(plain, ours, rtol=1e-12, atol=1e-14)
+
+
+def test_a_word_that_one_model_masks_is_free_or_infinitely_dear() -> None:
+    masked = logits(1)
+    masked[:, 0] = -math.inf
+    for name, student, teacher, is_finite in (
+        ("kl", logits(0), masked, True),
+        ("kl", masked, logits(0), False),
+        ("reverse_kl", masked, logits(0), True),
+        ("reverse_kl", logits(0), masked, False),
+        ("jsd", masked, logits(0), True),
+        ("jsd", logits(0), masked, True),
+        ("taid", masked, logits(0), False),
+    ):
+        values = built(name).divergence(student, teacher, 1.0)
+        assert bool((values.isfinite() if is_finite else values.isposinf()).all()), name
+
+
 def test_the_limits_of_jsd_are_both_divergences() -> None:
     s, z = logits(0), logits(1)
     for beta, by, name in ((1e-6, 1e-6, "kl"), (1 - 1e-6, 1e-6, "reverse_kl")):

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import loss
+from gossamer.model.split.dataflow import CallOutput
+from gossamer.model.split.in_flight import InFlight
 from gossamer.model.split.reference import gradients_of, stages_of
 from gossamer.model.split.split_points import SplitPoints
 from gossamer.model.split.stage import StageModule
@@ -287,3 +289,16 @@ class Shares(Net):
 def test_odd_state_that_blocks_share_is_followed(way: str, is_recomputed: bool) -> None:
     torch.manual_seed(0)
     compare_in_flight(Shares(way), THIRDS, is_recomputed=is_recomputed)
+
+
+def test_an_in_place_error_of_a_whole_model_is_not_put_on_its_stages() -> None:
+    """Only where other micro-batches are under way may a later forward have written to what a backward needs."""
+    received = {CallOutput(0, 0): torch.ones(2, requires_grad=True)}
+    for live, kind, said in (
+        (InFlight({}, {}), RuntimeError, "modified by an inplace operation"),
+        (InFlight(received, {}), BadInput, "while other micro-batches run forward"),
+    ):
+        y = torch.ones(2, requires_grad=True).exp()
+        y.add_(1)
+        with pytest.raises(kind, match=said):
+            live.backward({}, loss=y.sum())

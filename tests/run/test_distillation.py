@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gossamer.job.teaching import _first_look
+from gossamer.spec.errors import BadInput
 from gossamer.store.checkpoint import open_checkpoint
 from pool import Pool
 
@@ -162,6 +168,28 @@ def test_another_vocabulary_is_refused(pool: Pool, tmp_path: Path) -> None:
     other = saved(tmp_path / "other", 24)
     with pytest.raises(AssertionError, match=r"a teacher with the vocabulary of the student"):
         train(pool, 1, tmp_path, sections({"kl": {"teacher": other}}))
+
+
+@dataclass
+class LookedAt:
+    """A student whose first look gives a loss."""
+
+    value: float
+    module: nn.Module
+    objective: Any = None
+
+    def loss_of_copies(self, rows: Any, *, step: int, key: int) -> Tensor:
+        return torch.tensor(self.value)
+
+
+def test_a_student_that_masks_what_its_teacher_expects_is_refused() -> None:
+    batches = SimpleNamespace(together=1, batch=lambda _: {"labels": torch.ones(1, 2)})
+    parts: Any = SimpleNamespace(train=batches, device=torch.device("cpu"))
+    taught: Any = SimpleNamespace(weight=lambda _: 2)
+    look: Any = lambda value: _first_look(LookedAt(value, nn.Linear(1, 1)), parts, taught)  # type: ignore[arg-type] # noqa: E731
+    assert look(0.5) == [] and len(look(0.0)) == 1
+    with pytest.raises(BadInput, match="an infinite divergence on the first rows"):
+        look(math.inf)
 
 
 @pytest.mark.parametrize(

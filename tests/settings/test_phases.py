@@ -117,6 +117,13 @@ def test_wrong_phases_are_refused(given: list[dict[str, Any]], said: str) -> Non
         ({"data": {"source": "text:nothing/*"}}, "phase b: "),
         ({"plan": {"lossy": True, "exchange": "dense"}}, "phase b: .*plan.lossy"),
         ({"plan": {"sharding": "zero3"}, "train": {"loss": "nonsense"}}, "phase b: "),
+        (
+            {"by": {"magnitude": {"include": ["zzz"]}}},
+            "phase b: .*train.phases.1.by: .*no linear layer is called 'zzz'",
+        ),
+        ({"by": "moe_pruner"}, "phase b: .*train.phases.1.by: .*a mixture of experts"),
+        ({"by": {"magnitude": {"pattern": "2:7"}}}, "phase b: .*train.phases.1.by: .*groups of 7"),
+        ({"train": {"loss": {"kl": {"teacher": "gone"}}}}, "phase b: .*'gone', which does not exist"),
         ({"machines": {"hosts": ["a", "b"]}}, "phase b: .*machines.hosts: wanted the hosts of the run in every phase"),
     ],
 )

@@ -16,7 +16,7 @@ from gossamer.spec.earlier_names import KEYS, METHODS, PARAMETERS, PLAN_FIELDS, 
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import PLAN_FORMAT, Plan
 from gossamer.spec.upgrade import configuration, dotted
-from gossamer.view.run_directory import RunDirectory, plan_in
+from gossamer.view.run_directory import RunDirectory, newest_like, plan_in
 
 EARLIER = """\
 # my run
@@ -164,6 +164,27 @@ def test_present_names_stay() -> None:
     values = yaml.safe_load(PRESENT)
     assert configuration(values) == values
     assert dotted("plan.sync.diloco.sync_every") == "plan.sync.diloco.sync_every"
+
+
+def test_words_of_users_and_parameters_are_no_earlier_methods() -> None:
+    """`plain` of eva, a folder called tree, a unit called plain: these words were names of methods of the plan."""
+    values = {
+        "model": {"adapter": {"qfa": {"integers": "whole"}}},
+        "train": {"optimizer": {"eva": {"plain": ["embed", "tree"]}}, "loss": {"kl": {"teacher": "tree"}}},
+        "plan": {"savers": [{"recompute": {"units": ["plain"]}}], "sharding": {"zero1": {"whole": True}}},
+    }
+    assert configuration(values) == values
+    text = yaml.safe_dump(values)
+    assert upgraded(text, "run.yaml") == (text, ())
+    assert dotted("train.optimizer.eva.plain") == "train.optimizer.eva.plain"
+
+
+def test_a_run_is_like_its_configuration_however_a_program_wrote_it(tmp_path: Path) -> None:
+    for optimizer in ({"adamw": {"betas": (0.9, 0.99)}}, {"eva": {"plain": ["embed"]}}):
+        config = RunConfig.model_validate({"train": {"steps": 7, "optimizer": optimizer}})
+        run = RunDirectory.create(tmp_path, "run")
+        run.keep(config, {})
+        assert newest_like(tmp_path, config) == run
 
 
 def test_micro_batches_of_an_earlier_run_are_those_of_the_training() -> None:

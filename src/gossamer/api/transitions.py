@@ -66,15 +66,22 @@ def _can_grow(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     check_growth(before, after, by)
 
 
-def _can_prune(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+def _can_measure(before: PhaseLook, after: PhaseLook, by: Written) -> None:
     from gossamer.job.phase_checks import check_text
 
     _same_shapes(before, after, by)
     check_text(before, by)
 
 
+def _can_prune(before: PhaseLook, after: PhaseLook, by: Written) -> None:
+    from gossamer.job.phase_checks import check_pruning
+
+    _can_measure(before, after, by)
+    check_pruning(before, by)
+
+
 def _can_quantize(before: PhaseLook, after: PhaseLook, by: Written) -> None:
-    _can_prune(before, after, by)
+    _can_measure(before, after, by)
     if after.config.model.adapter == "none":
         raise bad_input(
             wanted="an adapter in a phase that begins with a quantized model, whose integers cannot be trained",

@@ -52,13 +52,15 @@ class GrowthTask:
 class Grown:
     """The target's parameters and persistent buffers by name, its moments, the epsilon of its norms, and figures.
 
-    eps: by the name of a norm's weight.
+    eps: by the name of a norm's weight; is_lossless: the target is to compute what the source computes, by a method
+    that promises it of some targets alone.
     """
 
     tensors: Mapping[str, Tensor]
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     eps: Mapping[str, float] = field(default_factory=dict)
     said: Mapping[str, Any] = field(default_factory=dict)
+    is_lossless: bool = False
 
 
 class Growth(ABC):

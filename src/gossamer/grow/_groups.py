@@ -27,8 +27,9 @@ def grouped(task: GrowthTask, *, method: str, shrinks: bool) -> Grown:
     blocks = _blocks(task, method, shrinks=shrinks)
     found = grow_tensors(task, blocks, rule.map_of)
     said |= {"width": [rule.stream.before, rule.stream.after], "blocks": [len(task.source.blocks), len(blocks)]}
-    moments = found.moments if len(blocks) == len(task.source.blocks) else {}  # of blocks that compute something else
-    return Grown(tensors=found.tensors, moments=moments, eps=found.eps, said=said)
+    is_lossless = not shrinks and len(blocks) == len(task.source.blocks)  # repeated blocks compute something else
+    moments = found.moments if is_lossless else {}
+    return Grown(tensors=found.tensors, moments=moments, eps=found.eps, said=said, is_lossless=is_lossless)
 
 
 def _blocks(task: GrowthTask, method: str, *, shrinks: bool) -> list[Mixture]:

@@ -361,12 +361,13 @@ def _proved(
     del first, second
     _fill(large, grown.tensors)
     scale = max(1.0, largest)
-    if method.is_lossless and not difference <= _CLOSE[wide] * scale:
+    if (method.is_lossless or grown.is_lossless) and not difference <= _CLOSE[wide] * scale:
         raise bad_input(
             wanted=f"a target that computes what its source computes, to {_CLOSE[wide] * scale:.1g}",
             got=f"logits that differ by {difference:.3g} (of {scale:.3g})",
-            do="something in its forward depends on its sizes (blocks with norms behind them, a factor of the width): "
-            "set its width to a multiple of the source's, or take a method that promises less (g_stack)",
+            do="something in its forward depends on its sizes: keep the number of blocks where norms are behind them, "
+            "the number of heads where positions follow from it, and a width that is a multiple of the source's; or "
+            "take a method that promises less (g_stack)",
             key="--to",
         )
     stored = _logits(copied(large), batch)

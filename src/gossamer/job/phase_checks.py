@@ -9,16 +9,23 @@ from typing import Any
 
 from gossamer import grow, sharding
 from gossamer import optimizer as optimizers
+from gossamer import prune as prunings
 from gossamer.job.dry_run import Layout, dry_run_with
 from gossamer.job.growth import GrowthSource, check_is_there, grown_between, whole_section
+from gossamer.job.teaching import place_of
 from gossamer.job.training_data import training_data
 from gossamer.job.whole_model import why_no_text
 from gossamer.job.worker import origin_for
+from gossamer.loss.distillation.teacher_address import address_of
+from gossamer.loss.hidden import distillation_in
 from gossamer.model import adapter as adapters
 from gossamer.model.quantized_folder import quantized_folder_of
 from gossamer.model.source import ModelSource
+from gossamer.model.split.meta_init import without_storage
 from gossamer.model.started_source import start_of
 from gossamer.partition.model_provider import OriginSource
+from gossamer.prune import check_prunable
+from gossamer.recipe import Recipe
 from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import MethodConfig, Written
@@ -43,6 +50,7 @@ def look_at(config: RunConfig, *, has_masks: bool = False, layout: Layout | None
 
     has_masks: the folder will hold masks. layout: see `dry_run_with`.
     """
+    check_teacher(config)
     data = training_data(config)
     told = dry_run_with(_without_start(config, has_masks=has_masks), data, layout=layout)
     bare = config.model_copy(update={"model": whole_section(config.model)})
@@ -154,6 +162,22 @@ def check_growth(before: PhaseLook, after: PhaseLook, by: Written) -> None:
         return
     small = GrowthSource(module=before.origin.bare(before.config.train.seed).eval(), place="the phase before")
     grown_between(small, after.origin.bare(after.config.train.seed).eval(), method, after.config)
+
+
+def check_pruning(before: PhaseLook, by: Written) -> None:
+    """Raise BadInput where the model of the phase before cannot be pruned: looked at without its weights."""
+    module = without_storage(before.origin.bare(before.config.train.seed))
+    check_prunable(module, prunings.build(by, key="--by"))
+
+
+def check_teacher(config: RunConfig) -> None:
+    """Raise BadInput for a teacher whose folder is not there; an earlier phase may write one to `run.directory`."""
+    inner = distillation_in(Recipe.loss_of(config))
+    if inner is None or not inner.teacher.strip() or address_of(inner.teacher) is not None:
+        return
+    place = Path(inner.teacher).expanduser().resolve()
+    if not place.is_relative_to(Path(config.run.directory).expanduser().resolve()):
+        place_of(inner.teacher)
 
 
 def starts_with_masks(section: ModelSection) -> bool:

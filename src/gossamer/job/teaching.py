@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -40,6 +41,7 @@ from gossamer.run.teacher_cache import TeacherPass
 from gossamer.run.trainer_services import Sink
 from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
 from gossamer.spec import records
+from gossamer.spec.errors import bad_input
 
 _KEY = "train.loss"
 _ANSWER = 0.75  # of machines.timeout_s, in which a rank without progress is taken for hung: the teacher is named before
@@ -231,12 +233,20 @@ def _nothing() -> None:
 def _first_look(engine: ModelRuntime, parts: Parts, loss: TaughtLoss) -> list[records.Event]:
     """Run both models on the first rows, so that what does not fit is known now; say if they are equal already.
 
-    Raises BadInput for a student with another vocabulary, or whose own loss is not that of the labels.
+    Raises BadInput for a student with another vocabulary, whose own loss is not that of the labels, or that is
+    infinitely far from its teacher.
     """
     rows = moved(parts.train.batch(np.arange(parts.train.together)), parts.device)
     look = replace(engine, objective=_FirstLook(loss))
     with untouched(engine.module), torch.no_grad(), evaluating(engine.module):
         value = float(look.loss_of_copies(rows, step=0, key=0))
+    if math.isinf(value):
+        raise bad_input(
+            wanted="a student and a teacher for which the same words are possible",
+            got="an infinite divergence on the first rows: one gives a logit of -inf to a word that the other expects",
+            do="mask the same words in both models, or choose jsd, which is finite then",
+            key=_KEY,
+        )
     if abs(value) < _SAME and float(loss.weight(rows)):
         said = "the student gives its outputs already: the loss begins at 0, and there is nothing to learn from it"
         return [teacher_event("warning", said)]

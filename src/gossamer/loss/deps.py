@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from gossamer.loss import IGNORE, Loss
 from gossamer.loss.classification import Classification
 from gossamer.loss.inputs.labels import labels_of, mean_cross_entropy
+from gossamer.loss.kl import mean_gap
 
 SUBNETS, WEIGHTS = "subnet_logits", "subnet_weights"  # keys of a supernet's output beside "logits"
 
@@ -43,7 +43,7 @@ class Deps(Loss):
         valid = labels != IGNORE
         teacher = logits.detach().float().log_softmax(-1)[valid]
         students = subnets.float().log_softmax(-1)[:, valid]
-        apart = kl_div(students, teacher.expand_as(students), reduction="none", log_target=True).sum(-1)  # (K, rows)
+        apart = mean_gap(teacher.expand_as(students), students)  # (K, rows)
         means = apart.sum(1) / valid.sum().clamp(min=1)
         return total + torch.dot(weights.to(means.dtype), means) / len(subnets)
 

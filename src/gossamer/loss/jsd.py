@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.loss.distillation import Distillation
+from gossamer.loss.kl import mean_gap
 from gossamer.spec.errors import bad_input
 
 
@@ -45,6 +46,8 @@ class Jsd(Distillation):
 
     def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:
         p, q = teacher.log_softmax(-1), student.log_softmax(-1)
-        m = torch.logaddexp(p + math.log(self.beta), q + math.log1p(-self.beta))
-        forward = (p.exp() * (p - m)).sum(-1)
-        return self.beta * forward + (1 - self.beta) * (q.exp() * (q - m)).sum(-1)
+        nobodys = p.isneginf() & q.isneginf()  # logaddexp has no gradient where both are infinite
+        m = torch.logaddexp(
+            p.masked_fill(nobodys, 0.0) + math.log(self.beta), q.masked_fill(nobodys, 0.0) + math.log1p(-self.beta)
+        )
+        return self.beta * mean_gap(p, m) + (1 - self.beta) * mean_gap(q, m)

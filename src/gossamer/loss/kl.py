@@ -46,6 +46,13 @@ class Kl(Distillation):
 
 
 def forward_kl(target: Tensor, of: Tensor) -> Tensor:
-    """Return KL(softmax(target) || softmax(of)) of each row."""
-    p, q = target.log_softmax(-1), of.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    """Return KL(softmax(target) || softmax(of)) of each row; infinite where `of` rules out a word of the target."""
+    return mean_gap(target.log_softmax(-1), of.log_softmax(-1))
+
+
+def mean_gap(p: Tensor, q: Tensor) -> Tensor:
+    """Return sum_v exp(p_v) (p_v - q_v) of rows of log-probabilities (n, C).
+
+    A word that p rules out (-inf, as models mask padded words) adds 0, and not 0 times infinity.
+    """
+    return (p.exp() * (p - q).masked_fill(p.isneginf(), 0.0)).sum(-1)

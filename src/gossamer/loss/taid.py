@@ -71,7 +71,9 @@ class Taid(Distillation):
         return Course(t=min(self.t_end, max(line, t)), loss_before=loss, momentum=m)
 
     def divergence(self, student: Tensor, teacher: Tensor, t: float) -> Tensor:
-        return forward_kl((1 - t) * student.detach() + t * teacher, student)
+        own = student.detach()
+        between = teacher if t == 1 else own if t == 0 else (1 - t) * own + t * teacher  # 0 times -inf is no number
+        return forward_kl(between, student)
 
 
 def _decrease(before: float, loss: float) -> float:

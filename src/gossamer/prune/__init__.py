@@ -50,6 +50,7 @@ __all__ = [
     "TeacherExperts",
     "apply_masks",
     "build",
+    "check_prunable",
     "distances_from",
     "expert_distances",
     "mean_square",
@@ -170,6 +171,12 @@ def prune(
         matrices=tuple(told[one.name] for one in found.matrices),
         left_out=found.left_out,
     )
+
+
+def check_prunable(module: nn.Module, pruning: Pruning) -> None:
+    """Raise BadInput for a model that `prune` refuses whatever its weights and the text are."""
+    found = find(module, pruning.include, pruning.exclude)
+    _check(module, pruning, found, Kept.of(pruning.sparsity, pruning.pattern), [lambda: None])
 
 
 def _check(module: nn.Module, pruning: Pruning, found: Found, kept: Kept, forwards: Sequence[Forward]) -> None:

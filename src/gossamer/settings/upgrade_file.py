@@ -10,11 +10,12 @@ import yaml
 
 from gossamer.settings.read import read_yaml
 from gossamer.settings.yaml_io import Loader
-from gossamer.spec.earlier_names import ALL_LEVELS, KEYS, LEVELS, METHODS, PARAMETERS, VALUES
+from gossamer.spec.earlier_names import ALL_LEVELS, KEYS, LEVELS, PARAMETERS, VALUES
 from gossamer.spec.errors import BadInput
-from gossamer.spec.upgrade import configuration, is_method_key
+from gossamer.spec.upgrade import configuration, earlier_methods, is_method_key
 
 _MOVED = "plan.microbatches"  # the one key that has moved to another section
+_NUMBERS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +79,39 @@ def _of_section(node: yaml.Node, above: str) -> Iterator[Rename]:
         if own != key.value:
             yield _rename(key, own)
         if is_method_key(now):
-            yield from _of_methods(value)
+            yield from _of_methods(value, earlier_methods(now))
         elif now in ("train", "train.verify", "machines", "plan"):
             yield from _of_section(value, f"{now}.")
         elif isinstance(value, yaml.ScalarNode) and value.value in VALUES.get(now, {}):
             yield _rename(value, VALUES[now][value.value])
 
 
-def _of_methods(node: yaml.Node) -> Iterator[Rename]:
+def _of_methods(node: yaml.Node, methods: Mapping[str, str]) -> Iterator[Rename]:
     """Yield the renames in a method, in a list of methods, or in lines of [pattern, level, method]."""
     if not isinstance(node, yaml.SequenceNode):
-        yield from _of_method(node, {})
+        yield from _of_method(node, methods, {})
         return
     level = node.value[1] if len(node.value) == 3 else None
     if isinstance(level, yaml.ScalarNode) and level.value in ALL_LEVELS:
         if level.value in LEVELS:
             yield _rename(level, LEVELS[level.value])
-        yield from _of_method(node.value[2], {})
+        yield from _of_method(node.value[2], methods, {})
     else:
         for one in node.value:
-            yield from _of_methods(one)
+            yield from _of_methods(one, methods)
 
 
-def _of_method(node: yaml.Node, names: Mapping[str, str]) -> Iterator[Rename]:
-    if isinstance(node, yaml.ScalarNode) and node.value in METHODS:
-        yield _rename(node, METHODS[node.value])
+def _of_method(node: yaml.Node, methods: Mapping[str, str], names: Mapping[str, str]) -> Iterator[Rename]:
+    if isinstance(node, yaml.ScalarNode) and node.value in methods:
+        yield _rename(node, methods[node.value])
     for one in node.value if isinstance(node, yaml.SequenceNode) else ():  # candidates
-        yield from _of_method(one, {})
+        yield from _of_method(one, methods, {})
     for key, value in _pairs(node):
-        now = names.get(key.value, METHODS.get(key.value, key.value))
+        kept = key.value if value.tag in _NUMBERS else methods.get(key.value, key.value)  # zero1: {whole: true}
+        now = names.get(key.value, kept)
         if now != key.value:
             yield _rename(key, now)
-        yield from _of_method(value, PARAMETERS.get(now, {}))
+        yield from _of_method(value, methods, PARAMETERS.get(now, {}))
 
 
 def _pairs(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.Node]]:

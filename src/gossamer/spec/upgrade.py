@@ -30,9 +30,12 @@ def plan(values: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan of format 1 under the names of this version."""
     named = {PLAN_FIELDS.get(name, name): value for name, value in values.items()}
-    now = {name: _methods(value) if is_method_key(f"plan.{name}") else value for name, value in named.items()}
+    now = {
+        name: _methods(value, earlier_methods(key)) if is_method_key(key := f"plan.{name}") else value
+        for name, value in named.items()
+    }
     if "adapted_from" in now:
-        now["adapted_from"] = _methods(now["adapted_from"])
+        now["adapted_from"] = _methods(now["adapted_from"], METHODS)
     if isinstance(now.get("reasons"), Mapping):
         now["reasons"] = {PLAN_FIELDS.get(name, name): why for name, why in now["reasons"].items()}
     return now
@@ -44,9 +47,18 @@ def dotted(key: str) -> str:
     key = f"{KEYS[around]}{key[len(around) :]}" if around else key
     parts = key.split(".")
     inside = next((i for i in range(1, len(parts)) if is_method_key(".".join(parts[:i]))), len(parts))
+    methods = earlier_methods(".".join(parts[:inside]))
     for i in range(inside, len(parts)):
-        parts[i] = PARAMETERS.get(parts[i - 1], {}).get(parts[i], METHODS.get(parts[i], parts[i]))
+        parts[i] = PARAMETERS.get(parts[i - 1], {}).get(parts[i], methods.get(parts[i], parts[i]))
     return ".".join(parts)
+
+
+def earlier_methods(key: str) -> Mapping[str, str]:
+    """Return the methods of a dotted key that have other names by now: of the plan alone, without what came later.
+
+    Elsewhere the same words are parameters, such as `plain` of `eva`, or what users name.
+    """
+    return METHODS if key.startswith("plan.") and key != "plan.savers" else {}
 
 
 def is_method_key(key: str) -> bool:
@@ -63,7 +75,7 @@ def _section(values: Mapping[str, Any], above: str) -> dict[str, Any]:
         key = KEYS.get(f"{above}{name}", f"{above}{name}")
         own = key.removeprefix(above)
         if is_method_key(key):
-            now[own] = _methods(value)
+            now[own] = _methods(value, earlier_methods(key))
         elif isinstance(value, Mapping) and key in ("train", "train.verify", "machines", "plan"):
             now[own] = _section(value, f"{key}.")
         elif isinstance(value, str):
@@ -73,27 +85,30 @@ def _section(values: Mapping[str, Any], above: str) -> dict[str, Any]:
     return now
 
 
-def _methods(written: Any) -> Any:
-    """Return a method, methods in a list, or lines of [pattern, level, method], as this version writes them."""
+def _methods(written: Any, methods: Mapping[str, str]) -> Any:
+    """Return a method, methods in a list, or lines of [pattern, level, method], as this version writes them.
+
+    methods: those that have other names by now.
+    """
     if isinstance(written, (list, tuple)):
         if len(written) == 3 and written[1] in ALL_LEVELS:
-            return [written[0], LEVELS.get(written[1], written[1]), _method(written[2])]
-        return [_methods(one) for one in written]
-    return _method(written)
+            return [written[0], LEVELS.get(written[1], written[1]), _method(written[2], methods)]
+        return [_methods(one, methods) for one in written]
+    return _method(written, methods)
 
 
-def _method(written: Any, names: Mapping[str, str] = MappingProxyType({})) -> Any:
+def _method(written: Any, methods: Mapping[str, str], names: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Return a method, or what is below one: `names` are its parameters that have other names by now."""
     if isinstance(written, str):
-        return METHODS.get(written, written)
+        return methods.get(written, written)
     if isinstance(written, list):  # of candidates
-        return [_method(one) for one in written]
+        return [_method(one, methods) for one in written]
     if not isinstance(written, Mapping):
         return written
-    renamed = ((_name_now(name, inside, names), inside) for name, inside in written.items())
-    return {name: _method(inside, PARAMETERS.get(name, {})) for name, inside in renamed}
+    renamed = ((_name_now(name, inside, methods, names), inside) for name, inside in written.items())
+    return {name: _method(inside, methods, PARAMETERS.get(name, {})) for name, inside in renamed}
 
 
-def _name_now(name: str, value: Any, names: Mapping[str, str]) -> str:
+def _name_now(name: str, value: Any, methods: Mapping[str, str], names: Mapping[str, str]) -> str:
     """Return the present name of a parameter or method; a number or a switch is a parameter's (whole: true)."""
-    return names.get(name, name if isinstance(value, bool | int | float) else METHODS.get(name, name))
+    return names.get(name, name if isinstance(value, bool | int | float) else methods.get(name, name))

@@ -314,10 +314,11 @@ def newest_like(
     for file in runs.glob("*/run.yaml"):
         with suppress(OSError):  # a link to nothing, or a run that has just gone
             begun.append((file.stat().st_mtime, file.parent))
+    wanted = config.model_dump(mode="json")  # as files hold it: a program may have given tuples
     for _, folder in sorted(begun, reverse=True):
         found = RunDirectory(folder)
         with suppress(BadInput):  # a damaged one, or one of another version, is not alike
-            if found.config() == config and is_fit(found):
+            if found.config().model_dump(mode="json") == wanted and is_fit(found):
                 return found
     return None
 

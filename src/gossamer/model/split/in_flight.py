@@ -36,7 +36,9 @@ class InFlight:
         """
         tensors, grads = self._roots(gradients, loss)
         if tensors:
-            with refused_by_name(), self._around(is_split=False):
+            # A whole model's backward follows its forward: what was written in place is an error of its own code.
+            is_whole = not self.received and not self.sent
+            with nullcontext() if is_whole else refused_by_name(), self._around(is_split=False):
                 torch.autograd.backward(tensors, grads)
         return {v: x.grad for v, x in self.received.items() if x.grad is not None}
 
