@@ -417,7 +417,7 @@ def test_a_computation_that_changes_is_no_drift(world, rate: float, step_s: floa
     assert len(here.told) == 2
 
 
-def test_the_slowest_rank_says_what_passed_and_one_long_step_is_not_the_window(monkeypatch) -> None:
+def test_the_rank_that_waits_least_says_what_passed_and_one_long_step_is_not_the_window(monkeypatch) -> None:
     watch = BandwidthMonitor(active=True)
     pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(3)), busy_s=4.0)
     now = iter([0.0, 1.0, 2.0, 32.0, 33.0, 34.0])
@@ -426,8 +426,23 @@ def test_the_slowest_rank_says_what_passed_and_one_long_step_is_not_the_window(m
     rows = [[100.0, 4.0, 1.0, 5.0], [90.0, 1.0, 1.0, 5.0], [60.0, 6.0, 1.0, 5.0]]
     seen = list[list[float]]()
     monkeypatch.setattr(bandwidth_monitor, "gathered", lambda _, row: seen.append(row) or torch.tensor(rows))
-    assert watch.window(pump) == BandwidthWindow(60.0, 6.0, 1.0, 5.0) and seen == [[0, 4.0, 1.0, 5]]
+    assert watch.window(pump) == BandwidthWindow(90.0, 1.0, 1.0, 5.0) and seen == [[0, 4.0, 1.0, 5]]
     assert watch.steps_s == [] and watch.busy_s == 4.0
+
+
+@pytest.mark.parametrize(("waited_s", "has_drifted"), [((12.0, 2.1), False), ((12.0, 12.0), True)])
+def test_a_rank_that_computes_longer_is_no_drift(monkeypatch, waited_s: tuple[float, float], has_drifted: bool) -> None:
+    """The other one waits for it; on links that are slower both wait."""
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)), busy_s=0.0)
+    windows = iter([(2.0, 2.0), waited_s, waited_s])
+    watch, steps_s = BandwidthMonitor(active=True), iter([1.0, 1.6, 1.6])
+
+    def gathered(channel: object, row: object) -> Tensor:
+        length_s = next(steps_s)
+        return torch.tensor([[1e8, one, length_s, 20.0] for one in next(windows)])
+
+    monkeypatch.setattr(bandwidth_monitor, "gathered", gathered)
+    assert [watch.drifted(watch.window(pump)) for _ in range(3)] == [False, False, has_drifted]
 
 
 def test_what_a_probe_sends_is_no_training() -> None:

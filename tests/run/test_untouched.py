@@ -118,6 +118,21 @@ class _Numbers(pickle.Pickler):
         return held.dtype, held.requires_grad, own, held.detach().contiguous().numpy().tobytes()
 
 
+def test_a_profile_has_sparse_gradients_as_buckets_hold_them() -> None:
+    """Those of a table with `sparse=True`; whoever chooses an exchange by them counts and encodes all rows."""
+    module, rows = begin(HABITS[0]), begin(HABITS[0])
+    rows.embed.sparse = True
+    found = []
+    for one in (module, rows):
+        parts = parts_of(one)
+        feed = Feed(parts.train, parts.plan, 0, 0)
+        found.append(profile_step(engine_of(parts), feed, trainable(one)).gradients)
+    dense, whole = found
+    assert dense.keys() == whole.keys() and dense["embed.weight"].any()
+    for name, gradient in whole.items():
+        assert gradient.layout == torch.strided and torch.equal(gradient, dense[name])
+
+
 @pytest.mark.parametrize("kind", HABITS)
 def test_nothing_stays_of_a_look(kind: type[Net]) -> None:
     module = begin(kind)

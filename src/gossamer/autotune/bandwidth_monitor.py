@@ -77,10 +77,13 @@ class BandwidthMonitor:
         return step % self.every == 0
 
     def window(self, pump: CommThread) -> BandwidthWindow:
-        """End this window, begin the next, and return that of the rank with the lowest bandwidth. All ranks call it."""
+        """End this window, begin the next, and return that of the rank that waits least. All ranks call it.
+
+        The others wait for that rank too, and not for their links alone: a message ends once the last one sent its own.
+        """
         mine = self._ended(pump)
         rows = gathered(pump.channel, [mine.sent_bytes, mine.waited_s, mine.step_s, mine.steps]).tolist()
-        return min((BandwidthWindow(*row) for row in rows), key=lambda window: window.bytes_per_s)
+        return min((BandwidthWindow(*row) for row in rows), key=lambda window: window.waited_s)
 
     def drifted(self, window: BandwidthWindow) -> bool:
         """Return whether two windows running differ alike from the first one, which this call sets if there is none."""

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gossamer import exchange as exchange_methods
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
 from gossamer.autotune.message_price import message_price
+from gossamer.autotune.owed_residuals import owing_under, with_owed
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
@@ -45,10 +45,9 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer_services import Replan
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.cost import Cost
-from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.method_config import Exchanges
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
-from gossamer.spec.row_range import whole_of
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 
@@ -83,12 +82,12 @@ class ExchangeSelector:
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
 
-    def settle(self, *, automatic: bool, hosts: int, host: int = -1) -> Plan:
+    def settle(self, *, automatic: bool, hosts: int, host: int = -1, owed: frozenset[str] = frozenset()) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
 
         The plan also gets the islands that its exchange, sharding or sync method needs. `automatic`: choose again when
-        links drift; `hosts`: the number of hosts; `host`: that of this rank's, from 0; -1: unknown. All ranks must call
-        it.
+        links drift; `hosts`: the number of hosts; `host`: that of this rank's, from 0; -1: unknown; `owed`: parameters
+        with a residual from before. All ranks must call it.
         """
         asked, several = self.methods, hosts > 1
         if several and host >= 0:
@@ -99,12 +98,14 @@ class ExchangeSelector:
         elif asked.chooses_exchange and not several:
             why = "every process is on this machine"
             self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
+            self._keep_owed(owed)
             if asked.chooses_sync:
                 self._adopt("sync", EVERY_STEP, f"every step: {why}{self._unlinked}")
         elif asked.chooses_exchange:
             links = self._probe()
             self._choose(links)
             decision = self._tried()
+            self._keep_owed(owed)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
@@ -128,8 +129,16 @@ class ExchangeSelector:
         """Return the methods of the plan as it is now."""
         return PlanMethods.of(self.plan)
 
-    def _adopt(self, field: str, written: Written, reason: str) -> None:
+    def _adopt(self, field: str, written: Exchanges, reason: str) -> None:
         self.plan = self.plan.model_copy(update={field: written, "reasons": {**self.plan.reasons, field: reason}})
+
+    def _keep_owed(self, owed: frozenset[str]) -> None:
+        """Give error feedback to the parameters `owed` whose chosen exchange has none: it sends their residual."""
+        plan, methods = self.plan, self.methods
+        written = with_owed(plan.exchange, methods, trainable(self.engine.module), owed)
+        if written != plan.exchange:
+            said = f"{plan.reasons['exchange']}; in error feedback, which sends what was owed before"
+            self._adopt("exchange", written, said)
 
     def _choose_period(self, decision: Decision, links: Network) -> None:
         """Choose between synchronous and local-update training."""
@@ -280,17 +289,8 @@ class ExchangeSelector:
         """
         params = trainable(self.engine.module)
         methods = self.methods
-        before, after = (one.exchange.by_name(params) for one in (methods, methods.under(exchange=written, **cut)))
-        owing = {
-            whole_of(n) if n not in params else n for n, one in before.items() if exchange_methods.has_residual(one)
-        }
-        divided = {whole_of(n) for n in after if n not in params}  # their own line serves none of their rows
-        lacking = [
-            n
-            for n, one in after.items()
-            if (n in owing or whole_of(n) in owing) and n not in divided and not exchange_methods.has_residual(one)
-        ]
-        written = exchange_methods.with_error_feedback(written, lacking)
+        after = methods.under(exchange=written, **cut)
+        written = with_owed(written, after, params, owing_under(methods, params))
         if written == self.plan.exchange:
             return None
         self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})

@@ -55,7 +55,7 @@ class Trial:
 
     def show(self) -> str:
         """Return the trial for the user."""
-        tried, factors = self.decision.summary, self.slower.show()
+        tried, factors = f"{self.decision.summary}{self.decision.cut}", self.slower.show()
         return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
 
 

@@ -13,6 +13,7 @@ from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
+from gossamer.autotune.owed_residuals import owing_anywhere
 from gossamer.autotune.plan_groups import levels_of
 from gossamer.autotune.trial_steps import TrialSteps
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
@@ -29,10 +30,11 @@ from gossamer.model.precision import precision_of
 from gossamer.model.started_source import start_of
 from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.proof.startup import Proving
+from gossamer.recipe import PlanMethods
 from gossamer.run.auto_precision import choose_precision
 from gossamer.run.batches import Feed
 from gossamer.run.build import build
-from gossamer.run.checkpoint import trainable
+from gossamer.run.checkpoint import owing_in, trainable
 from gossamer.run.checkpoint_directory import CheckpointDirectory
 from gossamer.run.checkpoint_manager import CheckpointManager
 from gossamer.run.engine import engine_of
@@ -131,13 +133,24 @@ def _planned(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -
     job.at(0, "probe")
     walk = _walk(job.parts, engine, pump)
     exchanger = _exchanger(job, engine, pump, sink, walk)
-    plan = exchanger.settle(automatic=job.automatic, hosts=job.where.hosts, host=job.where.host)
+    owed = _owed(job, engine, pump)
+    plan = exchanger.settle(automatic=job.automatic, hosts=job.where.hosts, host=job.where.host, owed=owed)
     parts = replace(job.parts, plan=plan, walk=walk)
     parts = with_activation_compression(parts, pump.channel, exchanger.tell)
     recipe.check(job.parts.config, parts.plan)  # a chosen plan obeys the laws too
     check_agreement(pump, {"exchange": parts.plan.model_dump_json()})
     exchanger.keep(parts.plan)
     return parts, exchanger
+
+
+def _owed(job: RankJob, engine: ModelRuntime, pump: CommThread) -> frozenset[str]:
+    """Return the parameters of which the checkpoint to go on from holds a residual, where exchanges are chosen anew."""
+    config = job.parts.config.plan
+    is_asked = job.resume and config.residuals_on_resume == "redistribute"
+    if not (is_asked and PlanMethods.of(job.parts.plan).chooses_exchange):
+        return frozenset()
+    until = job.checkpoint if job.checkpoint >= 0 else job.resume_step
+    return owing_anywhere(pump.channel, trainable(engine.module), owing_in(job.directory.checkpoints, until))
 
 
 def _begin(job: RankJob, trainer: Trainer, saver: CheckpointManager, exchanger: ExchangeSelector) -> None:

@@ -40,8 +40,15 @@ def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor],
         engine.module.train()
         runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in params.items()}
+        gradients = {n: _gradient(p) for n, p in params.items()}
     return StepProfile(fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients)
+
+
+def _gradient(param: Tensor) -> Tensor:
+    """Return the gradient as a bucket holds it: zeros where there is none, and all rows of a sparse one."""
+    if param.grad is None:
+        return torch.zeros_like(param)
+    return param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
 
 
 def encode_slowdown() -> float:

@@ -293,9 +293,10 @@ class GradientBuckets:
         return found
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
+        """Load the tensors of `states` as `carry_over` does; what is not among them starts anew."""
         for slot in self.slots:
-            slot.state = refilled(slot.layout, slot.state, self._of(slot, states))
+            slot.state = slot.exchange.init(slot.layout)
+        self.carry_over(states)
 
     def _of(self, slot: BucketState, states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return `states`, and of what is kept of each row the rows of which the bucket is a part, by its name."""

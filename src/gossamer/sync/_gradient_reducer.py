@@ -295,7 +295,7 @@ class GradientReducer:
         return self._buckets.states()
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `states`; the buckets may differ as long as all state has its parameter's shape."""
+        """Load the tensors of `states`, and residuals as `adopt` carries them over; the rest starts anew."""
         self._buckets.restore(states)
 
     def close(self) -> None:

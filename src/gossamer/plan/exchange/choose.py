@@ -63,6 +63,11 @@ class Decision:
         """Return the exchanges by name, with their parts of the gradients."""
         return _summary(self.best, self.candidates)
 
+    @property
+    def cut(self) -> str:
+        """Return the number of buckets, to follow the exchanges."""
+        return _cut(self.best)
+
     def corrected(self, by: Calibration) -> Decision:
         """Return the same choice, with its estimates from corrected measurements."""
         best, dense = (one.on(by.applied(one.facts)) for one in (self.best, self.dense))
@@ -190,7 +195,7 @@ def _names_of(mixture: Mixture, c: int) -> list[str]:
 
 def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candidate]) -> str:
     before, after = (show_bytes(line.sent_bytes[0]) for line in (plain, forecast))
-    cut = f" in {len(best.facts.buckets)} buckets" if len(best.facts.buckets) > 1 else " in one bucket"
+    cut = _cut(best)
     if not any(best.picked):
         return (
             f"all-reduce{cut}, {after} a step: {show_seconds(forecast.exposed_s)} of "
@@ -202,6 +207,17 @@ def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candi
     )
 
 
+def _cut(mixture: Mixture) -> str:
+    count = len(mixture.facts.buckets)
+    return f" in {count} buckets" if count > 1 else " in one bucket"
+
+
+def _share(part: float) -> str:
+    """Return a part as a percentage that is neither none nor all of it, as neither is true of a mixture."""
+    percent = round(100 * part)
+    return "<1%" if percent < 1 else ">99%" if percent > 99 else f"{percent}%"
+
+
 def _summary(mixture: Mixture, candidates: Sequence[Candidate]) -> str:
     picked, buckets = mixture.picked, mixture.facts.buckets
     share = {c: sum(b.numel for b, p in zip(buckets, picked, strict=True) if p == c) for c in set(picked)}
@@ -209,4 +225,4 @@ def _summary(mixture: Mixture, candidates: Sequence[Candidate]) -> str:
         return candidates[next(iter(share))].said
     total = max(1, sum(share.values()))
     parts = sorted(share.items(), key=lambda item: -item[1])
-    return " and ".join(f"{candidates[c].said} for {100 * n / total:.0f}%" for c, n in parts)
+    return " and ".join(f"{candidates[c].said} for {_share(n / total)}" for c, n in parts)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from gossamer.run.checkpoint.assembly import contents_of
 from gossamer.run.checkpoint.contents import CheckpointContents
+from gossamer.run.checkpoint.exchange_state import owing_in
 from gossamer.run.checkpoint.weights import named_state, read_model, read_part, trainable
 
-__all__ = ["CheckpointContents", "contents_of", "named_state", "read_model", "read_part", "trainable"]
+__all__ = ["CheckpointContents", "contents_of", "named_state", "owing_in", "read_model", "read_part", "trainable"]

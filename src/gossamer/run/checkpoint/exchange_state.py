@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from gossamer.exchange import is_residual
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged
-from gossamer.spec.row_range import RowRange, whole_of
+from gossamer.spec.errors import CheckpointMismatch
+from gossamer.store.checkpoint import CheckpointSource, list_checkpoints, open_checkpoint
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 from gossamer.sync import GradientReducer
+
+_PREFIX = "exchange/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +26,11 @@ class SavedExchanges(Stateful):
     """The state of the exchanges of one rank's gradients.
 
     `residuals`: with another number of ranks, `redistribute` divides the sum of the former ranks' residuals evenly over
-    the ranks, so that no residual is lost; `reset` starts with none.
+    the ranks, so that no residual is lost; `reset` starts with none. What another exchange keeps starts anew, but for
+    residuals: they go on in whatever error feedback their parameter has now.
     """
 
-    prefixes: ClassVar[tuple[str, ...]] = ("exchange/",)
+    prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
 
     replica: GradientReducer
     members: Membership
@@ -31,26 +38,67 @@ class SavedExchanges(Stateful):
 
     def slices(self) -> Iterator[StateSlice]:
         for name, tensor in self.replica.states().items():
-            yield StateSlice.whole(f"exchange/{name}", tensor, SliceCopies.PRIVATE, self.members.rank)
+            yield StateSlice.whole(_PREFIX + name, tensor, SliceCopies.PRIVATE, self.members.rank)
 
     def check(self, source: StateSource) -> None:
         """Check nothing: state that is not there, or of another exchange, starts anew."""
 
     @torch.no_grad()
     def restore(self, source: StateSource) -> str:
-        former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
-        now = self.replica.states()
-        held = {n: source.versions(f"exchange/{n}") for n in now}
-        divided = {whole_of(n) for n in source.names()} - source.names()
-        anew = {n: t for n, t in now.items() if not held[n] and (f"exchange/{n}" in divided or RowRange.read(n))}
-        names = [n for n in now if n not in anew]  # what is kept of each row is there, whatever the parts were
-        held = {n: held[n] for n in names}
-        if former == ranks and all(rank in versions for versions in held.values()):
-            self.replica.restore({**anew, **{n: source.read_whole(f"exchange/{n}", rank) for n in names}})
-            return ""
-        there = former > 1 and all(versions == tuple(range(former)) for versions in held.values())
-        if there and self.residuals == "redistribute":
-            self.replica.restore({**anew, **{n: merged(source, f"exchange/{n}", former, ranks) for n in names}})
-            return f"resumed on {ranks} ranks a checkpoint of {former} ranks: exchange residuals were merged"
-        why = "residuals_on_resume reset" if there else "not stored here for every rank, or of another exchange"
-        return f"exchange residuals start anew ({why})" if names else ""
+        former, ranks = int(source.meta["ranks"]), self.members.ranks
+        now, stored = self.replica.states(), _stored(source)
+        owed = [name for name in stored if is_residual(name)]
+        if former != ranks and self.residuals == "reset":
+            return f"exchange residuals start anew (residuals_on_resume {self.residuals})" if now or owed else ""
+        asked = [n for n in stored if is_residual(n) or (n in now and (former == ranks or former > 1))]
+        there = {name: tensor for name in asked if (tensor := self._read(source, name, former)) is not None}
+        self.replica.restore(there)
+        kept = {_param(name) for name in now if is_residual(name)}
+        told = [f"resumed on {ranks} ranks a checkpoint of {former} ranks: exchange residuals were merged"]
+        if former == ranks or not there:
+            told = []
+        if absent := [name for name in owed if name not in there]:
+            told.append(f"exchange residuals of {_some(absent)} start anew: not stored here for every rank")
+        if lost := [name for name in owed if _param(name) not in kept and name in there and there[name].any()]:
+            told.append(
+                f"exchange residuals of {_some(lost)} were dropped: the exchange there has no error feedback now"
+            )
+        return "; ".join(told)
+
+    def _read(self, source: StateSource, name: str, former: int) -> Tensor | None:
+        """Return what this rank gets of a stored state; None where that of a rank is not there."""
+        rank, ranks, versions = self.members.rank, self.members.ranks, source.versions(_PREFIX + name)
+        if former == ranks:
+            return source.read_whole(_PREFIX + name, rank) if rank in versions else None
+        return merged(source, _PREFIX + name, former, ranks) if versions == tuple(range(former)) else None
+
+
+def owing_in(directory: Path, until: int = -1) -> frozenset[str]:
+    """Return the parameters with a residual in the newest checkpoint here whose manifest can be read; data is not read.
+
+    `until`: the newest step to look at; -1: any.
+    """
+    for step in reversed(list_checkpoints(directory)):
+        if until >= 0 and step > until:
+            continue
+        try:
+            names = CheckpointSource(open_checkpoint(directory, step)).names()
+        except CheckpointMismatch:
+            continue
+        own = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+        return frozenset(_param(name) for name in own if is_residual(name))
+    return frozenset()
+
+
+def _stored(source: StateSource) -> list[str]:
+    return sorted(name.removeprefix(_PREFIX) for name in source.names() if name.startswith(_PREFIX))
+
+
+def _param(name: str) -> str:
+    return name.partition("@")[2]
+
+
+def _some(names: Sequence[str]) -> str:
+    params = sorted({_param(name) for name in names})
+    shown = ", ".join(params[:3]) + (", ..." if len(params) > 3 else "")
+    return f"{len(params)} parameter{'s' if len(params) > 1 else ''} ({shown})"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gossamer.exchange import is_residual
 from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.slices import REPLICATED, Slice
 from gossamer.store.stateful import StateSource
@@ -87,6 +88,6 @@ def merged(source: StateSource, name: str, former: int, ranks: int) -> Tensor:
     an estimate of the mean, a counter) stays as it is.
     """
     held = [source.read_whole(name, rank) for rank in range(former)]
-    if all(torch.equal(one, held[0]) for one in held):
+    if not is_residual(name) and all(torch.equal(one, held[0]) for one in held):
         return held[0]
     return torch.stack(held).sum(0) / ranks if held[0].is_floating_point() else held[0]
