@@ -11,8 +11,8 @@ from gossamer import grow, sharding
 from gossamer import optimizer as optimizers
 from gossamer import prune as prunings
 from gossamer.job.dry_run import Layout, dry_run_with
+from gossamer.job.found_teacher import place_of
 from gossamer.job.growth import GrowthSource, check_is_there, grown_between, whole_section
-from gossamer.job.teaching import place_of
 from gossamer.job.training_data import training_data
 from gossamer.job.whole_model import why_no_text
 from gossamer.job.worker import origin_for
