@@ -169,9 +169,12 @@ def test_what_was_sent_and_what_is_owed_is_what_came_in(name: str, kind: str, is
 
 
 def _owing(one: Exchange) -> bool:
-    """Whether some rank says that it owes, where the first and the last have no weight."""
+    """Whether some rank says that it owes, where the first has no weight.
+
+    Two have: the sum of two decoded messages is no message, while one alone may be encoded again as it was.
+    """
     book_levels = levels_of((1, 1, 1))
-    weights = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    weights = torch.tensor([0.0, 0.6, 0.4], dtype=torch.float64)
     rounds = [replace(crew.at(r, 3, levels=book_levels), weights=weights) for r in range(3)]
     methods = [one.run(crew.bucket(WHERE, r), one.init(WHERE), at) for r, at in enumerate(rounds)]
     outcomes = run_lockstep(LocalChannel.world(3, book_levels), methods)
@@ -181,13 +184,8 @@ def _owing(one: Exchange) -> bool:
 def test_only_what_encodes_twice_owes_more_than_its_own() -> None:
     """Else the sums above would prove nothing of it."""
     owing = {n for n in MEMBERS if _owing(exchange_methods.build(MEMBERS[n]))}
-    assert owing >= {
-        "two_shot of sign",
-        "two_shot of int4",
-        "powersgd of sign",
-        "powersgd, then sign",
-        "acp_sgd of sign",
-    }
+    assert owing >= {"two_shot of sign", "two_shot of int4", "powersgd of sign", "powersgd, then sign"}
+    assert "acp_sgd of sign" in owing
     assert not owing & {"gather of sign", "topk", "random_k", "acp_sgd", "s2_reducer"}
 
 
