@@ -41,8 +41,7 @@ def refuse_elsewhere(written: str, *, key: str = _KEY) -> None:
 
 
 def place_of(written: str, *, key: str = _KEY) -> Path:
-    """Return where a teacher's folder or file is. Raises BadInput, with `key`, for none, and for one on another "
-    "host."""
+    """Return where a teacher's folder or file is. Raises BadInput, with `key`, for none and one on another host."""
     refuse_elsewhere(written, key=key)
     place = Path(written).expanduser()
     if not written.strip() or not place.exists():

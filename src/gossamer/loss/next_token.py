@@ -17,8 +17,7 @@ from torch import Tensor
 
 from gossamer.loss import IGNORE, Loss
 from gossamer.loss.inputs.labels import labels_of, mean_cross_entropy
-from gossamer.loss.inputs.model_output import logits_of, loss_of
-from gossamer.spec.errors import bad_input
+from gossamer.loss.inputs.model_output import loss_of, token_logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +49,7 @@ class NextToken(Loss):
 
     def logits_in(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits of an output, (B, T, V). Raises BadInput where there is none for each label."""
-        logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")
-        labels = self.labels_in(batch)
-        if logits.shape[:2] != labels.shape:
-            raise bad_input(
-                wanted=f"logits (batch, sequence, vocabulary) for labels {tuple(labels.shape)}",
-                got=f"{tuple(logits.shape)}",
-                do="return one row of logits per input token",
-                key="model",
-            )
-        return logits
+        return token_logits(output, self.labels_in(batch), "labels")
 
     def weight(self, batch: Mapping[str, Tensor]) -> Tensor:
         return (self.labels_in(batch)[:, 1:] != IGNORE).sum()

@@ -109,7 +109,7 @@ def _nothing() -> None:
     pass
 
 
-def passed_forward(
+def forward_with_graphs(
     pump: CommThread,
     pieces: Mapping[int, ModelPart],
     pipeline: Pipeline,
@@ -130,15 +130,4 @@ def passed_forward(
     return work.results
 
 
-@torch.no_grad()
-def run_forward(
-    pump: CommThread,
-    pieces: Mapping[int, ModelPart],
-    pipeline: Pipeline,
-    batches: Mapping[int, MicroBatch],
-    *,
-    step: int = 0,
-    moves: Callable[[], None] = _nothing,
-) -> dict[int, Tensor]:
-    """Run `passed_forward` without a graph, for validation and sampling."""
-    return passed_forward(pump, pieces, pipeline, batches, step=step, moves=moves)
+run_forward = torch.no_grad()(forward_with_graphs)  # for validation, sampling, and steps without gradients

@@ -9,7 +9,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.model.side_effects import untouched
 from gossamer.run.batches import MicroBatch, moved
 from gossamer.run.engine import pieces_of, pipeline_of
-from gossamer.run.forward import passed_forward
+from gossamer.run.forward import forward_with_graphs
 from gossamer.run.parts import Parts
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.sharding import UnshardOrder, trace_access
@@ -34,5 +34,5 @@ def walk_of(parts: Parts, engine: ModelRuntime, pump: CommThread) -> UnshardOrde
             forward = pipeline.forward_only(max(map(len, parts.cut.groups)))
             batches = {n: MicroBatch(0, dict(rows)) for n in sorted(forward.batches)}
             with torch.enable_grad():
-                passed_forward(pump, pieces_of(parts, engine), forward, batches)
+                forward_with_graphs(pump, pieces_of(parts, engine), forward, batches)
     return seen.walk()

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer.loss import IGNORE
-from gossamer.loss.inputs.model_output import check_no_terms, logits_of
-from gossamer.spec.errors import bad_input
+from gossamer.loss.inputs.model_output import check_no_terms, token_logits
 
 
 def answer_log_probabilities(output: Any, answers: Tensor) -> Tensor:
@@ -20,14 +19,7 @@ def answer_log_probabilities(output: Any, answers: Tensor) -> Tensor:
     model with loss terms of its own.
     """
     check_no_terms(output)
-    logits = logits_of(output, dims=3, shape="(batch, sequence, vocabulary)")
-    if logits.shape[:2] != answers.shape:
-        raise bad_input(
-            wanted=f"logits (batch, sequence, vocabulary) for answers {tuple(answers.shape)}",
-            got=f"{tuple(logits.shape)}",
-            do="return one row of logits per input token",
-            key="model",
-        )
+    logits = token_logits(output, answers, "answers")
     shifted = F.pad(answers[:, 1:], (0, 1), value=IGNORE)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), ignore_index=IGNORE, reduction="none")
     return -losses.view(answers.shape).sum(1)

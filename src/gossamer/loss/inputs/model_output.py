@@ -35,6 +35,22 @@ def logits_of(output: Any, *, dims: int, shape: str) -> Tensor:
     )
 
 
+def token_logits(output: Any, tokens: Tensor, what: str) -> Tensor:
+    """Return the logits (batch, sequence, vocabulary), a row for each of `tokens` (batch, sequence), called `what`.
+
+    Raises BadInput for other shapes.
+    """
+    logits = logits_of(output, dims=3, shape=(shape := "(batch, sequence, vocabulary)"))
+    if logits.shape[:2] != tokens.shape:
+        raise bad_input(
+            wanted=f"logits {shape} for {what} {tuple(tokens.shape)}",
+            got=f"{tuple(logits.shape)}",
+            do="return one row of logits per input token",
+            key="model",
+        )
+    return logits
+
+
 def check_no_terms(output: Any) -> None:
     """Raise BadInput for the output of a model with loss terms of its own, which a loss of logits alone would drop."""
     if _named(output, "aux_loss") is not None:
