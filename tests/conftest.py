@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
@@ -16,6 +17,12 @@ from pool import Pool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not torch.cuda.is_available():  # kernels are interpreted, where triton is installed; it asks as it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish() -> None:
+    """What the tests import stays: half a million objects, that the collector of cycles need not go through again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

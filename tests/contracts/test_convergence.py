@@ -12,7 +12,7 @@ from gossamer.comm.bucket import Layout
 from gossamer.exchange import Exchange
 from gossamer.exchange.error_feedback import ErrorFeedback
 
-RANKS, STEPS = 8, 700
+RANKS, STEPS = 4, 700
 PROBLEM = Quadratics.make(RANKS, 36)
 WHERE = Layout.of({"w": torch.empty(6, 6)})
 START = float(PROBLEM.optimum.square().sum())

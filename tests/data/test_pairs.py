@@ -104,13 +104,9 @@ def test_answers_that_the_template_makes_equal_are_refused(tmp_path: Path) -> No
         open_corpus(source=source, tokenizer="byte", sequence=64, validation=0, cache=tmp_path / "cache")
 
 
-def test_pairs_are_no_part_of_a_mixture(tmp_path: Path) -> None:
-    opened(tmp_path, pair(1), pair(2))
-    sources = {"a": f"pairs:{tmp_path}/pairs.jsonl", "b": "stdlib"}
-    with pytest.raises(BadInput, match="got preference pairs in a"):
-        open_corpus(
-            source={"mixture": {"sources": sources, "weights": {"a": 1, "b": 1}}},
-            tokenizer=f"hf:{tmp_path / 'words'}",
-            sequence=64,
-            cache=tmp_path / "cache",
-        )
+@pytest.mark.parametrize("pairs", ["pairs:there are none.jsonl", {"hub": {"dataset": "owner/name", "read": "pairs"}}])
+def test_pairs_are_no_part_of_a_mixture_and_nothing_is_read_to_see_it(pairs: str | dict[str, Any]) -> None:
+    source = {"mixture": {"sources": {"b": "text:nor this.txt", "a": pairs}, "weights": {"a": 1, "b": 1}}}
+    with pytest.raises(BadInput, match="got preference pairs in a") as told:
+        open_corpus(source=source)
+    assert told.value.key == "data.source.mixture.sources.a"

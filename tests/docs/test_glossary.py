@@ -39,20 +39,22 @@ def test_every_section_has_one_table_of_the_same_columns() -> None:
     assert len(set(terms)) == len(terms), "one row for each term"
 
 
+KNOWN = categories()
+KEYS = frozenset(key for key, _ in leaves())
+OPTIONS = frozenset(re.findall(r"`(--[a-z-]+)`", (DOCS / "reference" / "commands.md").read_text("utf-8")))
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_keys_of_a_term_exist(row: list[str]) -> None:
-    keys = {key for key, _ in leaves()}
-    options = re.findall(r"`(--[a-z-]+)`", (DOCS / "reference" / "commands.md").read_text("utf-8"))
-    known = categories()
     for key in named(row[2]):
         if key.startswith("--"):
-            assert key in options
+            assert key in OPTIONS
         elif "/" in key:
             place, _, field = key.rpartition(".")
             category, _, method = place.rpartition("/")
-            assert field in [p.name for p in known[category].method(method).parameters], key
+            assert field in [p.name for p in KNOWN[category].method(method).parameters], key
         else:
-            assert key in keys, key
+            assert key in KEYS, key
     assert named(row[2]) or row[2] == "-"
 
 

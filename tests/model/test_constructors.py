@@ -73,7 +73,13 @@ def test_a_stage_holds_what_one_process_holds(kind: str) -> None:
     assert seen >= {name for name, _ in source(kind).whole().named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [*SIMPLE, *COMPUTED])
+HANDED_OVER = ("tied", "attributes", "lstm", "parametrized", "batch norm", "frozen copy", "spectral norm")  # by day
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[] if k in HANDED_OVER else [pytest.mark.nightly]) for k in (*SIMPLE, *COMPUTED)],
+)
 def test_a_module_that_is_handed_over_keeps_its_numbers(kind: str) -> None:
     module = source(kind).whole()
     before = {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()}

@@ -145,6 +145,10 @@ def test_other_experts_are_refused_by_name(teacher: str, server: TeacherServer) 
         ({"inputs.0": torch.zeros(4, 8), "calls.0": torch.tensor([[0, 3]])}, "wanted rows for calls of 4 experts"),
         ({"inputs.0": torch.zeros(4, 8), "calls.0": torch.tensor([[0, 5], [0, -1]])}, "wanted rows for calls"),
         (
+            {"inputs.0": torch.zeros(4, 8), "calls.0": torch.tensor([[0, 1 << 62]] * 3 + [[0, (1 << 62) + 4]])},
+            "wanted rows for calls",  # the sum wraps to 4
+        ),
+        (
             {"inputs.0": torch.zeros(4, 8, dtype=torch.int32), "calls.0": torch.tensor([[0, 4]])},
             "wanted rows for calls",
         ),

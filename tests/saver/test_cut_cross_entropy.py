@@ -16,7 +16,7 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.split.recompute import nothing_saved
 from gossamer.saver import Installed, Site
 from gossamer.saver import build as saver
-from gossamer.saver._unmade_logits import UnmadeLogits
+from gossamer.saver.head.unmade_logits import UnmadeLogits
 from gossamer.spec.errors import BadInput
 
 V, D, T = 97, 16, 12
@@ -243,10 +243,10 @@ def test_heads_that_are_refused() -> None:
 
 
 def test_a_loss_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.saver import _cut_head
+    from gossamer.saver.head import cut_head
 
-    right = _cut_head.cut.cut_cross_entropy
-    monkeypatch.setattr(_cut_head.cut, "cut_cross_entropy", lambda *a, **k: right(*a, **k) * 1.001)
+    right = cut_head.cut.cut_cross_entropy
+    monkeypatch.setattr(cut_head.cut, "cut_cross_entropy", lambda *a, **k: right(*a, **k) * 1.001)
     with pytest.raises(BadInput, match="the loss by"):
         _installed(Plain())
     staged = Plain()

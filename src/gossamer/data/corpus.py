@@ -128,22 +128,15 @@ def _mixed(
     """Return one side of a mixture."""
     return MixedSequences(
         names=tuple(parts),
-        splits=tuple(_split(name, part.splits[side]) for name, part in parts.items()),
+        splits=tuple(_split(part.splits[side]) for part in parts.values()),
         weights=tuple(weights[name] for name in parts),
         sequence=cut.sequence,
         fingerprint=hash_of(fingerprint, side, cut.sequence, cut.pack, cut.isolate),
     )
 
 
-def _split(name: str, side: Sequences) -> Split:
-    """Return a source of a mixture. Raises BadInput for preference pairs, whose batches have other keys."""
-    if not isinstance(side, Split):
-        raise bad_input(
-            wanted="text and chats in a mixture",
-            got=f"preference pairs in {name}",
-            do="train on the pairs in a run of their own",
-            key=f"data.source.mixture.sources.{name}",
-        )
+def _split(side: Sequences) -> Split:
+    assert isinstance(side, Split), "no mixture has preference pairs"
     return side
 
 

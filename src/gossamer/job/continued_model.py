@@ -12,7 +12,7 @@ from gossamer.job.run_files import folder_of
 from gossamer.job.trained_run import read_trained, standing_in
 from gossamer.model.adapter import merge
 from gossamer.model.export import config_of, files_beside
-from gossamer.model.source._digest import digest
+from gossamer.store.file_digest import digest
 from gossamer.store.start_folder import StartContent, StartFolder, start_state, write_start
 from gossamer.view.run_directory import open_run
 

@@ -16,7 +16,7 @@ from gossamer.run.hidden_states import blocks_of
 from gossamer.run.parts import Parts
 from gossamer.run.remote_teacher.messages import Facts
 from gossamer.run.teacher import check_widths
-from gossamer.saver._cut_head import head_of
+from gossamer.saver.head.cut_head import head_of
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, bad_input
 

@@ -39,7 +39,7 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.teacher import CourseState, TaughtLoss, Teacher, watched
 from gossamer.run.teacher_cache import TeacherPass
 from gossamer.run.trainer_services import Sink
-from gossamer.saver._unmade_logits import ChangedInPlaceError, UnmadeLogits
+from gossamer.saver.head.unmade_logits import ChangedInPlaceError, UnmadeLogits
 from gossamer.spec import records
 from gossamer.spec.errors import bad_input
 

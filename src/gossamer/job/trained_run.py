@@ -18,7 +18,6 @@ from gossamer.job.run_files import folder_of
 from gossamer.job.training_data import corpus_of
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
-from gossamer.model.source._digest import digest
 from gossamer.model.started_source import start_of
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.run.checkpoint import read_model, read_part
@@ -26,6 +25,7 @@ from gossamer.run.checkpoint.choice import LATEST, best_step, open_chosen, step_
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.store.checkpoint import Checkpoint
+from gossamer.store.file_digest import digest
 from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory, open_run
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from gossamer.model.adapter import Adapter, adapt, adapter_tensors, redraw
-from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.file_digest import digest
 from gossamer.store.start_folder import StartFolder
 
 

@@ -7,7 +7,6 @@ pass, and what comes and goes in between (logits and their gradient, most of all
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from gossamer.model.flop import flop_of
 from gossamer.model.side_effects import untouched
 from gossamer.model.split.meta_init import without_storage
 from gossamer.model.split.trace_backends import FakeTensorOps, unlogged
+from gossamer.process.garbage import uncollected
 from gossamer.process.stack_position import unwatched
 from gossamer.spec.errors import BadInput
 
@@ -115,20 +115,8 @@ def ghost_of_units(
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let no cycles of references be freed in this context: when that happens depends on all that a process does."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@contextmanager
 def _shapes_alone(module: nn.Module, *, has_backward: bool) -> Iterator[nn.Module]:
-    with untouched(module), unwatched(), _uncollected():  # every rank counts the same
+    with untouched(module), unwatched(), uncollected():  # every rank counts the same
         outline = without_storage(module).train()
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(has_backward))

@@ -20,12 +20,12 @@ from gossamer.model.quantized import build as format_of
 from gossamer.model.quantized.packed import Packed
 from gossamer.model.quantized_linear import BUFFERS, QuantizedLinear, quantized_layers
 from gossamer.model.source import Files, ModelSource, named_by
-from gossamer.model.source._digest import digest
 from gossamer.model.source.factory import Factory
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.method_config import Written
+from gossamer.store.file_digest import digest
 from gossamer.store.quantized_folder import LayerHead, QuantizedContent, QuantizedFolder
 
 _BESIDE = ("quantized.json", "config.json", "README.md")

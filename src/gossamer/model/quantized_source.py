@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from gossamer.model.quantize_base import quantize_base
-from gossamer.model.source._digest import digest
 from gossamer.model.source.gguf import Gguf
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.errors import bad_input
+from gossamer.store.file_digest import digest
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from gossamer.model.side import CHILD, SideNetwork, attach, redraw, side_tensors
-from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.method_config import MethodConfig, Written
+from gossamer.store.file_digest import digest
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from gossamer.model.python_state.user_code import UserCode, names_in
 from gossamer.model.split.absent_tensor import AbsentTensor
 from gossamer.model.unit_forward import UnitForward
 from gossamer.model.unit_seeds import Keyed
+from gossamer.process.garbage import uncollected
 
 _SINGLE: tuple[type, ...] = (type(threading.Lock()), type(threading.RLock()), io.IOBase, ModuleType)
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor
@@ -97,6 +98,10 @@ class Snapshot:
             self.record.name(x, (f"its argument {i}", None))
 
     def _find(self, roots: Sequence[Any]) -> None:
+        with uncollected():  # a note for each object that is found
+            self._follow(roots)
+
+    def _follow(self, roots: Sequence[Any]) -> None:
         waiting: list[Any] = [*roots]
         while waiting:
             held = waiting.pop()

@@ -13,11 +13,11 @@ from torch import nn
 
 from gossamer.model.adapter import adapter_tensors
 from gossamer.model.source import Files
-from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give
 from gossamer.model.wrapped_source import WrappedSource
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
+from gossamer.store.file_digest import digest
 from gossamer.store.quantized_folder import QuantizedFolder
 from gossamer.store.start_folder import KEY, StartFolder, state_shapes
 

@@ -21,8 +21,8 @@ from gossamer.run.batches import row_slices
 from gossamer.run.hidden_states import HiddenTerm
 from gossamer.run.step_algorithm import ReplayedSteps, StepAlgorithm, StepAttempt
 from gossamer.run.task import Task
-from gossamer.saver._cut_head import CutHead, HeadWatch, head_of
-from gossamer.saver._unmade_logits import UnmadeLogits
+from gossamer.saver.head.cut_head import CutHead, HeadWatch, head_of
+from gossamer.saver.head.unmade_logits import UnmadeLogits
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.sync import StepAgreement
 

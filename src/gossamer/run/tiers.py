@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
@@ -37,6 +39,7 @@ from gossamer.sharding import (
 )
 from gossamer.sharding.tiers import Tiers
 from gossamer.spec.action import Op
+from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import bad_input
 from gossamer.spec.odd_one_out import ranked
 from gossamer.spec.units import show_bytes, show_seconds
@@ -115,62 +118,35 @@ def tiers_of(
     `tiled`: the weights of layers that run in tiles. Of those that nothing else reads, a tile is in memory at one time.
     Raises BadInput, before anything is moved, for a limit that no step fits, or files that do not fit their disk.
     """
-    sharding, walk, config = parts.recipe.sharding, parts.walk, parts.config
+    sharding, walk, channel = parts.recipe.sharding, parts.walk, pump.channel
     assert isinstance(sharding, Tiers) and walk is not None
-    if parts.device.type != "cpu":
-        raise bad_input(
-            wanted="a model on the CPU, with model states in tiers",
-            got=f"a model on {parts.device.type}",
-            do='hide the devices (CUDA_VISIBLE_DEVICES=""), or leave plan.sharding at none',
-            key="plan.sharding",
-        )
-    trained = trainable(parts.module)
-    cut = buckets_of(trained, exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
-    names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
-    is_hidden = not config.train.max_grad_norm
-    channel = pump.channel
+    _check_device(parts.device)
     shares = TierShares(sharding.deal(channel.levels).of_parameters, channel.rank)
     if shares.divides:
         channel.widen(ProcessGroups({LEVEL: channel.levels.groups["all"]}))
-    params = parts.held
-    layout = TierLayout.of(params, names, rule, keeps_gradients=not is_hidden, shares=shares)
-    averages = parts.cut is not None and len(channel.levels.group("all", channel.rank)) > 1
-    least_host = smallest_host(
-        layout,
-        walk,
-        names,
-        is_all_open=averages or max(parts.plan.microbatches) > 1,
-        kept=frozenset() if parts.cut is None else parts.cut.parameters_on_several_stages().keys(),
-    )
-    limits = sharding.limits
+    cut = buckets_of(trainable(parts.module), exchange, bucket_bytes=parts.plan.bucket_bytes, named=parts.plan.buckets)
+    names = [tuple(entry.name for entry in layout.entries) for layout, _ in cut]
+    is_hidden = not parts.config.train.max_grad_norm
+    layout = TierLayout.of(parts.held, names, rule, keeps_gradients=not is_hidden, shares=shares)
     tiled = [one for one in tiled if one.name in walk.tiled]
-    least = smallest_device(walk, params, tiled)
-    rank, ranks = channel.rank, len(channel.levels.everyone)
-    needed = _Needed.on_all(channel, least, least_host, layout.size_bytes)
-    needed.check(limits)
+    least = _Needed.of(parts, channel, layout, names, tiled)
+    most = least.on_all(channel)
+    most.check(sharding.limits)
+    ranks = len(channel.levels.everyone)
     remove_left_over(sharding.folder, ranks)
     _check_disks(channel, sharding.folder, layout.size_bytes)
-    more = (limits.host.limit - least_host) // max(1, layout.window_bytes)
-    windows = min(_WINDOWS, 1 + more)
-
-    def updater_of(file: TierFile) -> GroupUpdater:
-        if sharding.update == "process":
-            return UpdateProcess.of(rule, layout, limits.host, file, windows, config)
-        threads = TierUpdater(rule, layout, file, windows, HostListener(layout, limits.host))
-        threads.start()
-        return threads
-
+    windows = min(_WINDOWS, 1 + (sharding.limits.host.limit - least.host) // max(1, layout.window_bytes))
     found = TieredStates.of(
         rule,
         parts.module,
-        params,
+        parts.held,
         walk,
         layout,
-        limits,
+        sharding.limits,
         folder=sharding.folder,
-        rank=rank,
+        rank=channel.rank,
         windows=windows,
-        updater_of=updater_of,
+        updater_of=_updaters(sharding, rule, layout, windows, parts.config),
         is_hidden=is_hidden,
         is_divided=sharding.is_sharded or parts.cut is not None,
         passes=[action.op is not Op.B for action in pipeline.row if action.op in (Op.F, Op.RECOMPUTE, Op.B)],
@@ -180,22 +156,67 @@ def tiers_of(
     )
     if ranks > 1:
         found.rate = float(gathered(channel, [found.rate]).min())  # all wait for the slowest in every step
-        found.largest_bytes = needed.file
+        found.largest_bytes = most.file
     return found
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise bad_input(
+            wanted="a model on the CPU, with model states in tiers",
+            got=f"a model on {device.type}",
+            do='hide the devices (CUDA_VISIBLE_DEVICES=""), or leave plan.sharding at none',
+            key="plan.sharding",
+        )
+
+
+def _updaters(
+    sharding: Tiers, rule: Optimizer, layout: TierLayout, windows: int, config: RunConfig
+) -> Callable[[TierFile], GroupUpdater]:
+    """Return what starts the updates of a file: in a process of their own, or in threads of this one."""
+    host = sharding.limits.host
+
+    def updater_of(file: TierFile) -> GroupUpdater:
+        if sharding.update == "process":
+            return UpdateProcess.of(rule, layout, host, file, windows, config)
+        threads = TierUpdater(rule, layout, file, windows, HostListener(layout, host))
+        threads.start()
+        return threads
+
+    return updater_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Needed:
-    """The least bytes of each tier with which a step works, on the rank that needs most of it."""
+    """The least bytes of each tier with which a step works: on a rank, or on the rank that needs most of it."""
 
     device: int
     host: int
     file: int
 
     @staticmethod
-    def on_all(channel: Channel, device: int, host: int, file: int) -> _Needed:
+    def of(
+        parts: Parts,
+        channel: Channel,
+        layout: TierLayout,
+        names: Sequence[tuple[str, ...]],
+        tiled: Sequence[TiledWeight],
+    ) -> _Needed:
+        """Return what this rank needs. `names`: the parameters of each bucket."""
+        assert parts.walk is not None
+        averages = parts.cut is not None and len(channel.levels.group("all", channel.rank)) > 1
+        host = smallest_host(
+            layout,
+            parts.walk,
+            names,
+            is_all_open=averages or max(parts.plan.microbatches) > 1,
+            kept=frozenset() if parts.cut is None else parts.cut.parameters_on_several_stages().keys(),
+        )
+        return _Needed(smallest_device(parts.walk, parts.held, tiled), host, layout.size_bytes)
+
+    def on_all(self, channel: Channel) -> _Needed:
         """Return the most that any rank needs, as files of divided states differ; all ranks must call it."""
-        mine = [float(device), float(host), float(file)]
+        mine = [float(self.device), float(self.host), float(self.file)]
         most = mine if channel.levels.is_alone else gathered(channel, mine).amax(0).tolist()
         return _Needed(*map(int, most))
 

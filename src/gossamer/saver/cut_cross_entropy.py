@@ -24,8 +24,17 @@ from gossamer.model.forward_adapter import caller_of
 from gossamer.model.side_effects import untouched
 from gossamer.ops.cut_cross_entropy import HeadLoss, cut_bytes, plain_bytes
 from gossamer.saver import Installed, Saver, Site
-from gossamer.saver._cut_head import By, CutHead, HeadWatch, head_of, needed_otherwise, refused, tolerance_of, unequal
-from gossamer.saver._unmade_logits import ChangedInPlaceError
+from gossamer.saver.head.cut_head import (
+    By,
+    CutHead,
+    HeadWatch,
+    head_of,
+    needed_otherwise,
+    refused,
+    tolerance_of,
+    unequal,
+)
+from gossamer.saver.head.unmade_logits import ChangedInPlaceError
 from gossamer.spec.errors import bad_input
 from gossamer.spec.units import show_bytes
 

@@ -40,6 +40,11 @@ class Source(ABC):
     licence: ClassVar[str] = "that of the files given: yours to know"
     whole: ClassVar[bool] = False  # whether documents are never divided, and equal ones count once (conversations)
 
+    @property
+    def paired(self) -> bool:
+        """Whether documents are preference pairs, whose batches have other keys than those of texts."""
+        return False
+
     @abstractmethod
     def documents(self) -> Iterator[Document]:
         """Yield every document that is not empty, always in the same order, under unique paths.

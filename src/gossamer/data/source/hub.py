@@ -56,6 +56,10 @@ class Hub(Source):
             raise bad_input(wanted="1 row or more", got=str(self.rows), do="write null for all rows", key="rows")
         self._reader(Path(FILE))
 
+    @property
+    def paired(self) -> bool:
+        return self._reader(Path(FILE)).paired
+
     def fetched(self, cache: Path) -> Source:
         identity = [self.dataset, self.split, self.rows, self.subset, self.revision, self._wanted(), self._stamps()]
         folder = cache / "hub" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]

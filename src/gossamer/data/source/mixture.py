@@ -46,6 +46,13 @@ class Mixture(Source):
                 do="write its sources here, with their weights",
                 key="sources",
             )
+        if paired := [name for name, part in self.parts().items() if part.source.paired]:
+            raise bad_input(
+                wanted="text and chats in a mixture",
+                got=f"preference pairs in {paired[0]}",
+                do="train on the pairs in a run of their own",
+                key=f"sources.{paired[0]}",
+            )
 
     def parts(self) -> dict[str, Part]:
         return {

@@ -28,6 +28,10 @@ class Pairs(Source):
     files: str
     template: str | None = None
 
+    @property
+    def paired(self) -> bool:
+        return True
+
     def documents(self) -> Iterator[Document]:
         for name, file in find(self.files):
             yield from _pairs(name, file)

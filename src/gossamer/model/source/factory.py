@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
-from gossamer.model.source._digest import digest
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import bad_input
 from gossamer.spec.user_function import check_arguments, complaint, function_named
+from gossamer.store.file_digest import digest
 
 _KEY = "model.factory"
 _VOCABULARY = ("vocabulary", "vocab_size")  # a parameter of one of these names is the number of token ids

@@ -19,12 +19,12 @@ from gossamer.model.model_profile import tied_names
 from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
-from gossamer.model.source._digest import digest
 from gossamer.model.source._gguf_blocks import put_layers, read_blocks
 from gossamer.model.source._gguf_config import complete
 from gossamer.model.source._weights import give
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
+from gossamer.store.file_digest import digest
 from gossamer.store.gguf import GgufSummary, read_summary, without_words
 from gossamer.store.gguf_vocabulary import with_pre_tokenizer
 

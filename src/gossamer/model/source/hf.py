@@ -16,11 +16,11 @@ from torch import nn
 from gossamer.model.seeded import seeded
 from gossamer.model.source import Files, ModelSource
 from gossamer.model.source import _transformers as kit
-from gossamer.model.source._digest import digest
 from gossamer.model.source._weights import give, load_safetensors
 from gossamer.spec.config import ModelSection
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.suggest import nearest
+from gossamer.store.file_digest import digest
 
 _KEY = "model.hf"
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")

@@ -91,7 +91,8 @@ def _count(module: nn.Module, path: str) -> int:
 def _check(inputs: Tensor, calls: Tensor, experts: int) -> None:
     fits = inputs.ndim == 2 and inputs.is_floating_point() and calls.dtype is torch.int64
     fits = fits and calls.ndim == 2 and calls.shape[1] == 2 and len(calls) > 0
-    if not fits or int(calls.min()) < 0 or int(calls[:, 0].max()) >= experts or int(calls[:, 1].sum()) != len(inputs):
+    fits = fits and int(calls.min()) >= 0 and int(calls[:, 0].max()) < experts
+    if not fits or int(calls[:, 1].max()) > len(inputs) or int(calls[:, 1].sum()) != len(inputs):  # a sum may wrap
         raise WireMismatch(
             f"wanted rows for calls of {experts} experts, got {tuple(inputs.shape)}, {calls.tolist()[:8]}"
         )

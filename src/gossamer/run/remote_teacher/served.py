@@ -27,7 +27,7 @@ from gossamer.run.remote_teacher.states import (
     tapped,
 )
 from gossamer.run.teacher import KnownWords, Teacher, head_rows, most_probable, watched
-from gossamer.saver._unmade_logits import ChangedInPlaceError
+from gossamer.saver.head.unmade_logits import ChangedInPlaceError
 from gossamer.spec.errors import WireMismatch, bad_input
 
 _KEY = "train.loss"

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from gossamer.ops import cut_cross_entropy as cut
 from gossamer.ops.cut_cross_entropy import HeadLoss, LogitMap
-from gossamer.saver._unmade_logits import Product, UnmadeLogits
+from gossamer.saver.head.unmade_logits import Product, UnmadeLogits
 from gossamer.spec.errors import BadInput, bad_input
 
 By = Literal["tiles", "torch", "liger"]
