@@ -1,5 +1,7 @@
 """Gradient buckets: every tensor in one of them, in the order of backward, and the last of them small."""
 
+from collections import Counter
+
 import torch
 
 from gossamer.comm.bucket import partition
@@ -35,3 +37,22 @@ def test_a_tensor_that_is_larger_than_a_bucket_has_its_own() -> None:
 
 def test_an_exact_size_is_kept_to_the_end() -> None:
     assert sizes(of_mib(*[1] * 8), bucket_bytes=4 * MIB, at_least=1) == [4, 4]
+
+
+def test_thousands_of_tensors_are_looked_at_a_few_times_each() -> None:
+    """Not once more for every other tensor of their bucket."""
+    asked = Counter[str]()
+
+    class Asked:
+        dtype, device, shape = torch.float32, torch.device("cpu"), (8,)
+
+        def numel(self) -> int:
+            asked["numel"] += 1
+            return 8
+
+        def element_size(self) -> int:
+            return 4
+
+    (one,) = partition({f"t{i}": Asked() for i in range(2000)}, bucket_bytes=MIB, at_least=1)  # type: ignore[misc]
+    assert [e.start for e in one.entries] == list(range(0, 16000, 8))
+    assert asked["numel"] <= 8 * 2000

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gossamer
 from gossamer.own_loop.batches import Divider
 from gossamer.own_loop.loss_denominator import MeanDenominator, denominator_of
 from gossamer.own_loop.pass_inputs import PassInputs
@@ -144,3 +145,15 @@ def test_a_weight_makes_what_is_read_a_mean() -> None:
     given(hand, 8)
     assert hand.counted(None, weighted).counts == (5.0,)
     assert hand.counted(None, denominator_of("sum", None)).counts == (1.0,)
+
+
+def test_a_lone_process_is_refused_what_several_would_be() -> None:
+    """A rule that serves no parameter, and a permission for a choice that is not made."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match=r"exchange\.0\.0: wanted a pattern .* got .wieght.: match .*weight, bias"):
+        gossamer.wrap(model, optimizer, exchange=[("wieght", "all", "dense")])
+    with pytest.raises(BadInput, match=r"lossy: wanted exchange auto.* got exchange two_shot=int8: set"):
+        gossamer.wrap(model, optimizer, exchange={"two_shot": "int8"}, lossy=True)
+    for fine in ({"exchange": "auto", "lossy": True}, {"exchange": [("weight", "all", "dense")]}):
+        assert gossamer.wrap(model, optimizer, **fine)[0] is model

@@ -15,7 +15,7 @@ from gossamer import exchange as exchange_methods
 from gossamer import policy as policies
 from gossamer.comm.bucket import Layout
 from gossamer.comm.message import ProcessGroups
-from gossamer.exchange._compression_error import error_of, measure
+from gossamer.exchange._compression_error import error_of, errors_of, measure
 from gossamer.p2p import activation
 from gossamer.p2p.activation.none import NoCompression
 from gossamer.p2p.activation.topk import TopKCompression
@@ -24,6 +24,7 @@ from gossamer.policy.bcrs import BCRS, fractions, sent
 from gossamer.policy.l_greco import LGreco, cheapest
 from gossamer.recipe import RegisteredSettings
 from gossamer.spec.errors import BadInput
+from gossamer.spec.method_config import Written
 from gossamer.spec.network import Link
 from gossamer.spec.statistics import Paths, Statistics
 
@@ -309,6 +310,18 @@ def test_the_error_of_what_loses_nothing_is_nothing() -> None:
     assert error_of(exchange_methods.build({"topk": {"fraction": 1.0}}), x.bfloat16()) == 0.0
     assert math.isnan(error_of(exchange_methods.build("dense"), torch.full((3,), math.nan)))
     assert error_of(exchange_methods.build("dense"), torch.empty(0)) == 0.0
+
+
+@pytest.mark.parametrize("written", [{"two_shot": "int8"}, {"two_shot": {"cast": {"dtype": "bfloat16"}}}, "dense"])
+def test_the_errors_of_tensors_in_one_bucket_are_those_of_each(written: Written) -> None:
+    """Blocks of 256 numbers are whole in every tensor here, so none shares a scale with the next one."""
+    torch.manual_seed(3)
+    tensors = {f"t{i}": torch.randn(256 * i) * 10.0**-i for i in range(4)}
+    one = exchange_methods.build(written)
+    found = errors_of(one, tensors)
+    assert list(found) == list(tensors)
+    for name, x in tensors.items():
+        assert found[name] == pytest.approx(error_of(one, x), rel=1e-5)
 
 
 def test_what_is_measured_can_be_decided_by() -> None:

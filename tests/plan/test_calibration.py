@@ -17,6 +17,7 @@ from gossamer.plan.exchange import (
     choose,
 )
 from gossamer.plan.exchange.send_order import schedule
+from gossamer.spec.units import show_seconds
 
 COUNT = 6
 
@@ -64,6 +65,33 @@ def test_hidden_messages_say_nothing_of_the_links() -> None:
     facts, picked = step(wire_s=1e-4), (2,) * COUNT
     slower = took(facts, Calibration(1.0, 1.0, 1.5), picked)
     assert Calibration.fit(facts, picked, slower).messages == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_late_messages_of_few_bytes_say_nothing_of_many(seed: int) -> None:
+    """Messages arrive 15 ms later: what an all-reduce of 80 times the bytes takes stays about what it was."""
+    facts, small, dense = step(seed, wire_s=0.02), (2,) * COUNT, (0,) * COUNT
+    true = Calibration(late_s=0.015)
+    found = Calibration.fit(facts, small, took(facts, true, small))
+    assert found.messages == 1.0
+    assert StepTimes.forecast(found.applied(facts), small).step_s == pytest.approx(
+        took(facts, true, small).step_s, rel=0.025
+    )
+    assert took(facts, true, small).exposed_s > 1.2 * StepTimes.forecast(facts, small).exposed_s
+    assert StepTimes.forecast(found.applied(facts), dense).step_s == pytest.approx(
+        took(facts, true, dense).step_s, rel=0.02
+    )
+    assert f"messages x1.00 and {show_seconds(found.late_s)} later" in found.show()
+
+
+def test_messages_that_were_late_may_be_in_time_again() -> None:
+    """What one correction has added the next one takes away, and no message arrives before it is sent."""
+    facts, small = step(wire_s=0.02), (2,) * COUNT
+    late = Calibration(late_s=0.015).applied(facts)
+    found = Calibration.fit(late, small, took(facts, Calibration(), small))
+    assert found.messages == 1.0 and found.late_s < -0.005 and "earlier" in found.show()
+    again = Calibration(late_s=-1.0).applied(late)
+    assert all(m.latency_s == 0.0 for b in again.buckets for o in b.options if o for m in o.messages)
 
 
 @pytest.mark.parametrize("measured", [StepTimes(0.0, 0.0, 0.0), StepTimes(1e9, 1e9, 1e9), StepTimes(0.8, 0.0, 1e-12)])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-from gossamer.launch.control_channel import Done, RankFailed
+from gossamer.launch.control_channel import Done, HostAlive, RankFailed, RankPosition
 from gossamer.launch.failure_report import Dated, RankFailure, cause_of_exit, find_root_cause, format_report
 from gossamer.launch.supervisor import Site, Supervisor
 from gossamer.launch.worker_group import Limits
-from gossamer.process import PEER_LOST, EventLoop, Liveness, Position, left_standing, stalled
+from gossamer.process import DONE, FAILED, INTERRUPTED, PEER_LOST, EventLoop, Liveness, Position, left_standing, stalled
 
 
 def failure(rank: int, **given: object) -> RankFailure:
@@ -156,6 +157,51 @@ def test_the_place_in_the_users_code_stands_under_the_cause() -> None:
     found = find_root_cause([dated(1.0, 1, exit_code=3, cause="ValueError: no", place="net.py:12 in forward")])
     rows = [row.strip("| ") for row in format_report(found, rundir=Path("runs/x")).splitlines()]
     assert rows[rows.index("likely cause        ValueError: no") + 1] == "at net.py:12 in forward"
+
+
+def cut_off(rundir: Path, *, step: int, moved_s: float, sealed: int | None = None) -> Supervisor:
+    """Host 0 of two, which has not heard the other one for an hour, and whose own rank moved `moved_s` seconds ago."""
+    now_s = time.monotonic()
+    own = Liveness(rank=0, at=Position(step, "exchange"), first_step=0, heard_s=now_s, progress_s=now_s - moved_s)
+    crew = SimpleNamespace(pulses=(own,), exit_codes=(), sealed=sealed, owns=lambda rank: False)
+    line = SimpleNamespace(others={1}, heard_s={1: now_s - 3600.0}, send=lambda *said, **more: None)
+    site = Site(rundir=rundir, host=0, hostnames=("a", "b"), say=print, tick=lambda: None)
+    found = Supervisor(site, crew, line, loop=None, limits=Limits())  # type: ignore[arg-type]
+    at = RankPosition(
+        rank=1, pid=7, step=15, phase="agree", op="gather", sequence=9, first_step=0, still_s=0.0, longest_s=0.1,
+        finished=False, waits=False, place="",
+    )  # fmt: skip
+    found._verdicts.hear(1, HostAlive(standings=(at,)))
+    return found
+
+
+def test_a_host_is_not_lost_while_ranks_that_wait_for_it_step(tmp_path: Path) -> None:
+    """After a cut that healed, messages of a step are through before those of its supervisor."""
+    assert cut_off(tmp_path, step=16, moved_s=1.0)._lost_hosts() == []
+    assert [f.host for f in cut_off(tmp_path, step=16, moved_s=3600.0)._lost_hosts()] == [1]
+    assert [f.host for f in cut_off(tmp_path, step=0, moved_s=1.0)._lost_hosts()] == [1]  # it loads its model
+
+
+def test_a_lost_host_is_named_with_the_step_it_was_at(tmp_path: Path) -> None:
+    supervisor = cut_off(tmp_path, step=16, moved_s=3600.0)
+    (lost,) = supervisor._lost_hosts()
+    own = dated(1.0, 0, hostname="a", what="host lost", cause="the supervisor on host a is gone")
+    text = format_report(find_root_cause([Dated(failure=lost, at_s=0.0), own]), rundir=tmp_path)
+    said = " ".join(text.replace("|", " ").split())
+    assert "first failing rank every rank of host b" in said
+    assert "stood at step 15, agree, last operation gather (number 9)" in said
+    assert "failed as well every rank of host a (the supervisor on host a is gone)" in said
+
+
+def test_ranks_that_save_because_a_host_was_lost_were_not_asked_to_stop(tmp_path: Path) -> None:
+    """The run has failed, with a checkpoint. One that had ended before has not."""
+    for sealed, before, code in ((INTERRUPTED, None, FAILED), (INTERRUPTED, INTERRUPTED, INTERRUPTED), (DONE, None, 0)):
+        supervisor = cut_off(tmp_path, step=16, moved_s=3600.0, sealed=before)
+        supervisor._note(supervisor._lost_hosts())
+        supervisor._crew.sealed = sealed  # type: ignore[misc]
+        end = supervisor._outcome()
+        assert end.exit_code == code
+        assert ("every rank of host b" in end.text) == (code == FAILED)
 
 
 def test_a_host_whose_workers_are_not_there_yet_hears_that_another_has_failed(tmp_path: Path) -> None:

@@ -530,11 +530,12 @@ def test_a_thousand_steady_steps_change_nothing(world) -> None:
 
 
 def test_steps_that_wait_get_a_harsher_exchange_and_slack_a_milder_one(world) -> None:
-    exchanger, here = world([FLAT_FAST])
+    usual = Link(latency_s=1e-4, bytes_per_s=3e8)  # bytes take long enough to matter
+    exchanger, here = world([FLAT_FAST.model_copy(update={"levels": {"all": usual}})])
     exchanger.settle(automatic=True, hosts=2)
     before = exchanger.plan
     compute_s, exposed_s, encode_s = expected(exchanger)
-    slow = (compute_s, exposed_s + 2 * compute_s, encode_s)
+    slow = (compute_s, exposed_s + 0.2, encode_s)  # more than late messages explain
     first, changed = walk(exchanger, [slow, slow])
     assert first is None and changed is not None, "two windows running"
     assert exchanger.plan.exchange != before.exchange and here.kept[-1] == exchanger.plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from gossamer.policy import AdaptChoices
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
+from gossamer.spec.method_config import told
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import BUCKET_BYTES
 from gossamer.spec.row_range import parts_in
@@ -260,3 +262,40 @@ def test_encode_times_of_other_sizes_lie_between_those_that_were_timed() -> None
     assert times.of(10, 2) == (1.0, 2.0), "a call takes its time, whatever it is for"
     assert times.of(3000, 2) == pytest.approx((30.0, 27.0)), "beyond, as much more as there is more"
     assert times.of(100, 1) == (3.0,) and times.of(100, 4) == (1.0, 2.0, 0.0, 0.0), "of exchanges with other messages"
+
+
+def test_thousands_of_small_gradients_are_measured_in_a_few_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one by itself, the small ones in one bucket, whose errors are those that each has by itself."""
+    torch.manual_seed(5)
+    params = {f"s{i}": torch.empty(256) for i in range(300)} | {"large": torch.empty(80, 64)}
+    gradients = {n: torch.randn(p.shape) for n, p in params.items()}
+    calls: list[list[str]] = []
+    measure = exchange_methods.errors_of
+
+    def counted(exchange: Any, tensors: Any) -> dict[str, float]:
+        calls.append(list(tensors))
+        return measure(exchange, tensors)
+
+    monkeypatch.setattr(exchange_methods, "errors_of", counted)
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    pump: Any = SimpleNamespace(channel=LocalChannel.world(1, ProcessGroups.flat(1))[0])
+    rehearsal = StepProfile(1.0, 0.5, dict.fromkeys(params, 0.5), gradients)
+    candidate = CANDIDATES[INT8]
+    found = ExchangeProfile.by(rehearsal, params, [candidate], pump, knows=True).lost[told(candidate.loses_as)]
+    assert calls == [["large"], [f"s{i}" for i in range(300)]]
+    alone = ParameterRules.single(candidate.loses_as)
+    for name in ("s0", "s299", "large"):
+        assert found[name] == pytest.approx(exchange_methods.error_of(alone, gradients[name]) ** 2, rel=1e-5)
+
+
+def test_a_small_gradient_that_cannot_be_served_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def picky(exchange: Any, tensors: Any) -> dict[str, float]:
+        if "odd" in tensors:
+            raise BadInput("no such tensor is served")
+        return dict.fromkeys(tensors, 2.0)
+
+    monkeypatch.setattr(exchange_methods, "errors_of", picky)
+    gradients = {name: torch.ones(8) for name in ("a", "odd", "b")}
+    found = exchange_profile._lost(CANDIDATES[INT8], gradients)
+    assert (found["a"], found["b"]) == (4.0, 4.0)
+    assert math.isnan(found["odd"])

@@ -171,3 +171,15 @@ def test_every_key_that_takes_a_method_says_of_which_room() -> None:
         )
         assert bool(category_of(field)) == takes, key
         assert not takes or category_of(field) in known
+
+
+def test_an_unknown_method_is_refused_in_one_sentence_whoever_reads_it() -> None:
+    """A file is checked against the sources, a program builds the method."""
+    for name, wrong in (("exchange", "dens"), ("exchange/codec", "int9"), ("optimizer/lr_schedule", "cosin")):
+        with pytest.raises(BadInput) as by_source:
+            categories()[name].method(wrong)
+        package = importlib.import_module("gossamer." + name.replace("/", "."))
+        with pytest.raises(BadInput) as by_building:
+            package.build(wrong)
+        assert str(by_source.value) == str(by_building.value)
+        assert f"is called {wrong!r}: did you mean" in str(by_source.value)

@@ -45,6 +45,7 @@ from gossamer.spec.row_range import whole_of
 from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
+_SMALL = 1 << 12  # numbers of a gradient that is measured with others
 _BLOCK = 32  # numbers of a gradient of which all are zero, or one is in use
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
 _FREE = MessagePrice()
@@ -128,6 +129,7 @@ class ExchangeProfile:
     _cuts: dict[_Asked, _Cut] = field(default_factory=dict)
     _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
+    _sampled: list[Layout] = field(default_factory=list)
     _traffic: dict[tuple[str, _Groups, _Shapes, torch.dtype, float], _Sent] = field(default_factory=dict)
 
     @staticmethod
@@ -304,12 +306,15 @@ class ExchangeProfile:
 
     def _samples(self) -> list[Layout]:
         """Return a bucket of this model near each size that is timed, ascending; of a small model fewer."""
+        if self._sampled:
+            return self._sampled
         found = dict[int, Layout]()
         for size in _TIMED_BYTES:
             layouts = partition(self.params, bucket_bytes=size, at_least=1)
             for near in sorted(layouts, key=lambda one: abs(one.nbytes - size))[:1]:
                 found.setdefault(near.numel, near)
-        return [found[numel] for numel in sorted(found)]
+        self._sampled = [found[numel] for numel in sorted(found)]
+        return self._sampled
 
     def _loss(self, candidate: Candidate, cut: _Cut) -> list[float]:
         """Return |x - kept|^2 / |x|^2 of this rank's gradients by bucket; nan if unknown and the candidate is lossy."""
@@ -434,13 +439,35 @@ def _part_in_use(gradient: Tensor) -> float:
 
 
 def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return |x - kept|^2 of every gradient by itself; nan for one that the candidate cannot serve."""
+    """Return |x - kept|^2 of every gradient by itself; nan for one that the candidate cannot serve.
+
+    Small ones share buckets, as they do in a run: of thousands each by itself would take longer than all the rest.
+    """
     one, found = ParameterRules.single(candidate.loses_as), dict.fromkeys(gradients, 0.0)
     if one.traits.lossless:
         return found
-    for name, gradient in gradients.items():
-        try:
-            found[name] = exchange_methods.error_of(one, gradient, name=name) ** 2
-        except BadInput:
-            found[name] = math.nan
+    for some in _together(gradients):
+        found |= {name: error**2 for name, error in _errors(one, some).items()}
     return found
+
+
+def _errors(exchange: Exchange, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the errors of gradients in one bucket; where that cannot be served, those of each by itself, or nan."""
+    try:
+        return exchange_methods.errors_of(exchange, gradients)
+    except BadInput:
+        if len(gradients) == 1:
+            return dict.fromkeys(gradients, math.nan)
+    return {n: error for name, one in gradients.items() for n, error in _errors(exchange, {name: one}).items()}
+
+
+def _together(gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the gradients in groups: a small one with others of its type, every other one by itself."""
+    small = dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
+    found = list[dict[str, Tensor]]()
+    for name, gradient in gradients.items():
+        if gradient.numel() > _SMALL:
+            found.append({name: gradient})
+        else:
+            small.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
+    return [*found, *small.values()]

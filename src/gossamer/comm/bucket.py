@@ -88,17 +88,20 @@ def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     cap = min(bucket_bytes, max(_LEAST_BYTES, -(-total // at_least)))
     open_buckets: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    numel = dict[tuple[torch.dtype, torch.device], int]()  # of each open bucket: there may be thousands of tensors
     done: list[Layout] = []
     left = total  # bytes that are in no finished bucket
     for name, tensor in reversed(list(tensors.items())):
         kind = (tensor.dtype, tensor.device)
         held = open_buckets.setdefault(kind, {})
-        size = (sum(t.numel() for t in held.values()) + tensor.numel()) * tensor.element_size()
+        size = (numel.get(kind, 0) + tensor.numel()) * tensor.element_size()
         if held and size > (min(cap, max(_LEAST_BYTES, left // 2)) if at_least > 1 else cap):
             done.append(Layout.of(held))
             left -= done[-1].numel * tensor.element_size()
-            held = open_buckets[kind] = {}
+            open_buckets[kind], numel[kind] = {}, 0
+            held = open_buckets[kind]
         held[name] = tensor
+        numel[kind] = numel.get(kind, 0) + tensor.numel()
     return (*done, *(Layout.of(held) for held in open_buckets.values() if held))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups, Rounds, Traffic
 from gossamer.exchange._compiled import compile_kernels
-from gossamer.exchange._compression_error import bytes_of, error_of, measure
+from gossamer.exchange._compression_error import bytes_of, error_of, errors_of, measure
 from gossamer.exchange._encode_time import seconds_of, turn_seconds_of
 from gossamer.exchange._residual import has_residual, is_cumulative, is_residual, matching_rule, with_error_feedback
 from gossamer.spec.registry import Registry
@@ -28,6 +28,7 @@ __all__ = [
     "bytes_of",
     "compile_kernels",
     "error_of",
+    "errors_of",
     "with_error_feedback",
     "is_residual",
     "measure",

@@ -40,8 +40,15 @@ def error_of(
     refine their messages from their state (PowerSGD's power iteration). Do not use them with error feedback, which
     would send its residual.
     """
-    flat = x.detach().reshape(-1).float()
-    layout = as_float(Layout.of({name: x}))
+    return errors_of(exchange, {name: x}, key=key, warm=warm)[name]
+
+
+def errors_of(
+    exchange: Measurable, tensors: Mapping[str, Tensor], *, key: tuple[int, int] = (0, 0), warm: int = 0
+) -> dict[str, float]:
+    """Return `error_of` of each tensor, where all of them share one bucket; they have one dtype and device."""
+    flat = torch.cat([x.detach().reshape(-1).float() for x in tensors.values()])
+    layout = as_float(Layout.of(tensors))
     state = exchange.init(layout)
     for step in range(warm + 1):
         at = ExchangeContext(0, _ALONE, torch.ones(1, dtype=torch.float64), (key[0], key[1] + step), 1.0)
@@ -49,7 +56,8 @@ def error_of(
             LocalChannel.world(1, _ALONE), [exchange.run(Bucket(layout, flat.clone()), state, at)]
         )
         state = outcome.state
-    return float(torch.linalg.vector_norm(flat - outcome.mean.float(), dtype=torch.float64))
+    lost = Bucket(layout, flat - outcome.mean.float()).slices()
+    return {name: float(torch.linalg.vector_norm(part, dtype=torch.float64)) for name, part in lost}
 
 
 def bytes_of(exchange: Measurable, layout: Layout, levels: ProcessGroups, rank: int = 0) -> int:

@@ -33,6 +33,7 @@ class RankContext:
     interface: str = ""
     generation: int = 0
     timeout_s: float = 120.0  # how long a message may take
+    is_supervised: bool = True  # another process finds out which rank is lost
 
 
 def _nothing() -> None:

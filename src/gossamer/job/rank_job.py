@@ -124,6 +124,7 @@ def _channel(job: RankJob) -> ProcessGroupChannel:
             timeout_s=where.timeout_s,
             moves=job.callbacks.moves,
             generation=where.generation,
+            asks=not where.is_supervised and where.ranks > 1,
         )
     )
 

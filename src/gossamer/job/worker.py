@@ -202,6 +202,7 @@ def _context(place: LauncherRank, store: dist.Store, timeout_s: float) -> RankCo
         interface=os.environ.get("GLOO_SOCKET_IFNAME", ""),
         generation=place.start.generation,
         timeout_s=timeout_s,
+        is_supervised=bool(place.supervisor.heartbeat),
     )
 
 

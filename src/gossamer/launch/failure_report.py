@@ -128,7 +128,8 @@ def _who(first: RankFailure) -> str:
 
 
 def _brief(failure: RankFailure) -> str:
-    return f"rank {failure.rank} on {failure.hostname} ({failure.cause.splitlines()[0][:120]})"
+    who = _who(failure) if failure.what == "host lost" else f"rank {failure.rank} on {failure.hostname}"
+    return f"{who} ({failure.cause.splitlines()[0][:120]})"
 
 
 def _ranks(failures: Sequence[RankFailure]) -> str:

@@ -60,6 +60,24 @@ class HangDetector:
         still = left_standing(everyone, now_s, after_s=self._limits.heartbeat_s)
         return [self._failure(pulse, everyone, now_s) for pulse in still]
 
+    def lost_host(self, host: int) -> RankFailure:
+        """Return the failure of a host that is heard no more, with the last position of the rank furthest behind."""
+        known = [self._remote[rank].at for rank, where in self._host_of.items() if where == host]
+        at = min(known, key=lambda one: (one.step, one.sequence), default=Position())
+        name = self._hostnames[host]
+        return RankFailure(
+            rank=-1,
+            host=host,
+            hostname=name,
+            pid=0,
+            what="host lost",
+            cause=f"the supervisor on host {name} is gone, or the network to it is cut",
+            step=at.step,
+            phase=at.phase,
+            op=at.op,
+            sequence=at.sequence,
+        )
+
     def _failure(self, pulse: Liveness, everyone: Sequence[Liveness], now_s: float) -> RankFailure:
         host = self._host_of.get(pulse.rank, 0)
         return RankFailure(

@@ -62,6 +62,7 @@ class Supervisor:
         self._lost: set[int] = set()
         self._turned_s = self._judged_s = self._stop_s = self._failed_s = time.monotonic()
         self._is_ending = self._is_reported = False
+        self._was_saved = False  # before the first failure
 
     def run(self, jobs: Sequence[Command], imports: Sequence[str] = ()) -> RunEnd:
         """Start the workers, supervise them until the run is over on all hosts, and return how it ended.
@@ -121,7 +122,7 @@ class Supervisor:
         """Store failures, and send them to the other hosts."""
         for failure in failures:
             if not self._failures:
-                self._failed_s = time.monotonic()
+                self._failed_s, self._was_saved = time.monotonic(), self._crew.sealed is not None
             self._failures.append(Dated(failure=failure, at_s=time.monotonic() - failure.age_s))
             self._line.send(RankFailed(failure=failure), besides=by)
             if failure.what in ("hung", "silent") and self._crew.owns(failure.rank):
@@ -161,17 +162,29 @@ class Supervisor:
     def _lost_hosts(self) -> list[RankFailure]:
         """Return the failures of hosts whose supervisor is lost or silent, each host once."""
         others = range(1, len(self._site.hostnames)) if self._site.host == 0 else range(1)
-        limit_s = _LOST_PERIODS * self._limits.heartbeat_s
         failures: list[RankFailure] = []
         for host in others:
-            is_open = host in self._line.others and time.monotonic() - self._line.heard_s[host] < limit_s
-            if is_open or host in self._lost or host in self._done or self._ended is not None:
+            if host in self._lost or host in self._done or self._ended is not None or self._is_there(host):
                 continue
             self._lost.add(host)
-            name = self._site.hostnames[host]
-            cause = f"the supervisor on host {name} is gone, or the network to it is cut"
-            failures.append(RankFailure(rank=-1, host=host, hostname=name, pid=0, what="host lost", cause=cause))
+            failures.append(self._verdicts.lost_host(host))
         return failures
+
+    def _is_there(self, host: int) -> bool:
+        """Return whether a host is heard, or the connection to it is open and the ranks of this host still step.
+
+        They wait for the ranks of all hosts. After a cut each connection tries again after pauses that double, so
+        messages of a step may come through long before those of a supervisor.
+        """
+        stepping = [pulse.progress_s for pulse in self._crew.pulses if pulse.is_stepping and not pulse.finished]
+        return self._is_heard(host) or (host in self._line.others and self._is_recent(max(stepping, default=0.0)))
+
+    def _is_heard(self, host: int) -> bool:
+        """Return whether the connection to a host is open, and a message came lately."""
+        return host in self._line.others and self._is_recent(self._line.heard_s[host])
+
+    def _is_recent(self, at_s: float) -> bool:
+        return time.monotonic() - at_s < _LOST_PERIODS * self._limits.heartbeat_s
 
     def _act(self) -> None:
         """Terminate workers where needed: step by step, harder with time."""
@@ -207,7 +220,7 @@ class Supervisor:
             if not self._is_reported:
                 self._is_reported = True
                 self._line.send(Done(exit_codes=self._crew.exit_codes))
-            is_complete = self._ended is not None or 0 in self._lost
+            is_complete = self._ended is not None or (0 in self._lost and not self._is_heard(0))
         else:
             is_complete = len(self._lost | set(self._done)) == len(self._site.hostnames) - 1
         limit_s = 2 * (self._limits.settle_s + self._limits.kill_s) + self._site.host + 2
@@ -218,8 +231,9 @@ class Supervisor:
         if self._ended is not None:  # host 0 has the messages of all hosts: its result counts
             return RunEnd(exit_code=self._ended.exit_code, text=self._ended.text)
         resume = f"go on with: gossamer resume {self._site.rundir}"
-        if self._crew.sealed is not None:  # all is saved: a rank lost after that changes nothing
-            return _ended(self._crew.sealed, resume)
+        saved, is_asked = self._crew.sealed, self._stop is not None
+        if saved is not None and (saved == DONE or is_asked or self._was_saved or not self._failures):
+            return _ended(saved, resume)  # a rank lost after all was saved changes nothing
         is_own_fault = any(not dated.failure.is_collateral for dated in self._failures)
         if self._failures and self._stop != "now" and (is_own_fault or self._stop is None):
             found = find_root_cause(self._failures)

@@ -114,7 +114,9 @@ def _code(error: BaseException) -> int:
 def _leave_note(place: LauncherRank, error: BaseException) -> None:
     with suppress(OSError):  # a full disk, under the log too: the supervisor hears of it all the same
         if isinstance(error, PeerLost):
-            sys.stderr.write(f"rank {place.rank} lost a peer: {error}\n")  # whose supervisor has more to say
+            said = str(error)
+            named = said if said.startswith(f"rank {place.rank} ") else f"rank {place.rank} lost a peer: {said}"
+            sys.stderr.write(f"{named}\n")  # its supervisor, if any, has more to say
         elif not isinstance(error, BadInput):
             sys.excepthook(type(error), error, error.__traceback__)
     if place.supervisor.errors:

@@ -101,7 +101,10 @@ def wrap(
         refuse_sampler(loader)
     whole = party(timeout_s)
     parts = parts_of(batch_fractions, whole.ranks)
-    exchange = _checked_exchange(exchange, whole, max_grad_norm)
+    names = [tuple(_trained(index, models, optimizers).new({})) for index in range(len(models))]
+    check_loop(exchange=exchange, max_grad_norm=max_grad_norm, lossy=lossy, names=names)
+    if exchange == AUTO and whole.is_on_one_host:
+        exchange = "dense"  # every process is on this machine
     hand = PassInputs(divides=split)
     passes = [] if whole.is_alone else _met(models, optimizers, exchange, whole, hand, manner)
     _mind_batch_norm(models, passes, whole, batch_norm)
@@ -109,14 +112,6 @@ def wrap(
     divider = _divider(loader, models, whole, parts, rows) if split and loader is not None else None
     wrapped = None if loader is None else RankDataLoader(loader, hand, whole, divider, looks_ahead=accumulate > 1)
     return model, optimizer, wrapped
-
-
-def _checked_exchange(exchange: Exchanges, whole: LoopGroup, max_grad_norm: float) -> Exchanges:
-    """Return the exchange of a loop. Raises BadInput if clipping excludes it, for a lone process too."""
-    if exchange == AUTO and whole.is_on_one_host:
-        exchange = "dense"  # every process is on this machine
-    check_loop(exchange=exchange, max_grad_norm=max_grad_norm)
-    return exchange
 
 
 def _hook_steps(

@@ -81,9 +81,7 @@ class BackwardPasses:
         self._pass: BackwardPass | None = None
         self._grouped = 0  # passes in the group
         self._quiet = 0  # depth of no_sync
-        first = trained.new({})
-        self._buckets.check_rules(first)
-        self.take_in(first)
+        self.take_in(trained.new({}))
         weakref.finalize(self, watched().look(LossHook(weakref.ref(self))))
 
     @property

@@ -71,10 +71,6 @@ class LoopBuckets:
         self.remembers = False  # whether an exchange carries a state from step to step
         self.rounds: list[int] = []  # messages of each bucket
 
-    def check_rules(self, names: Iterable[str]) -> None:
-        """Raise BadInput for a rule that matches none of the parameters."""
-        self._rules.by_name(names)
-
     def add(self, params: Mapping[str, nn.Parameter]) -> None:
         """Append buckets for the parameters behind the existing buckets."""
         exchanges = {name: self._rules.of(name) for name in params}

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gossamer.spec import earlier_names
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
+from gossamer.spec.registry import unknown_method
 from gossamer.spec.suggest import nearest
 
 if sys.version_info >= (3, 11):
@@ -67,9 +67,7 @@ class Category:
     def method(self, name: str) -> Method:
         """Return the method called `name`; raises BadInput with the nearest names."""
         if name not in self.methods:
-            now = earlier_names.method_now(name, self.methods)
-            do = f"it is {now!r} now" if now else nearest(name, self.methods)
-            raise BadInput(f"there is no {name!r} in the category {self.name}: {do}")
+            raise unknown_method(name, base=self.base, names=self.methods)
         return self.methods[name]
 
 

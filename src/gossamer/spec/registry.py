@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,14 @@ _VALIDATORS: WeakKeyDictionary[type[Any], dict[str, TypeAdapter[Any]]] = WeakKey
 _WORDS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")  # between the words of a class's name
 
 
+def unknown_method(name: str, *, base: str, names: Iterable[str], key: str = "") -> BadInput:
+    """Return the error for a method that none of `names` is, in a category whose class is called `base`."""
+    known = tuple(names)
+    now = earlier_names.method_now(name, known)
+    do = f"it is {now!r} now" if now else nearest(name, known)
+    return BadInput(f"no {_WORDS.sub(' ', base).lower()} is called {name!r}: {do}", key=key)
+
+
 @dataclass(frozen=True, slots=True)
 class Registry(Generic[T]):
     """The registry of the methods in one package. `package` is its `__name__`; every method is a subclass of `base`.
@@ -56,10 +64,7 @@ class Registry(Generic[T]):
         if preset is not None:
             return self.type(MethodConfig.parse(preset["base"]).name, key=key)
         if name not in self._modules():
-            kind = _WORDS.sub(" ", self.base.__name__).lower()
-            now = earlier_names.method_now(name, self.names())
-            do = f"it is {now!r} now" if now else nearest(name, self.names())
-            raise BadInput(f"no {kind} is called {name!r}: {do}", key=key)
+            raise unknown_method(name, base=self.base.__name__, names=self.names(), key=key)
         module = importlib.import_module(f"{self.package}.{name}")
         own = [v for v in vars(module).values() if isinstance(v, type) and v.__module__ == module.__name__]
         (found,) = (one for one in own if not one.__name__.startswith("_"))

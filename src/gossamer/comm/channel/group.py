@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gossamer.comm.absent_ranks import who_is_lost
 from gossamer.comm.channel import UNDER_WAY, Channel, Pending
 from gossamer.comm.message import AHEAD, WORD, Collective, Message, ProcessGroups
 from gossamer.comm.meter import Meter
@@ -42,6 +43,7 @@ class Rendezvous:
     timeout_s: float = 120.0
     generation: int = 0
     moves: Callable[[], None] = _nothing  # called for every message sent or received, except status messages
+    asks: bool = False  # a rank that lost a peer asks the others which: where no supervisor finds out
 
     def timeout(self, level: str) -> timedelta:
         """Return the timeout of the groups at `level`."""
@@ -128,11 +130,14 @@ class ProcessGroupChannel(Channel):
             self._meeting.moves()
 
     def _poisoned(self, message: Message, error: RuntimeError) -> PeerLost:
-        group = self.levels.group(message.level, self.rank)
+        group, is_first = self.levels.group(message.level, self.rank), not self._poison
         self._poison = (
             f"rank {self.rank} lost a peer among ranks {list(group)} during {message.combine.value} of "
             f"{message.nbytes} bytes: {_first_line(error)}"
         )
+        if self._meeting.asks and is_first:
+            store = dist.PrefixStore(f"{self._meeting.generation}", self._meeting.store)
+            self._poison += f"; {who_is_lost(store, self.rank, self.levels.everyone)}"
         return PeerLost(self._poison)
 
     def close(self) -> None:

@@ -1,16 +1,22 @@
-"""Correct the measurements of a step by what steps took: how much longer computing, encoding and messages took."""
+"""Correct the measurements of a step by what steps took: how much longer computing, encoding and messages took.
+
+What a step waits longer than expected has two causes. Every message may be late: the other rank starts it later, or the
+connection grows its window again after a pause. Or bytes take longer. A wait that late messages explain says nothing of
+bytes: a step with few bytes would else make every exchange with many bytes look slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gossamer.plan.exchange.measurements import Option, StepMeasurements
+from gossamer.plan.exchange.measurements import Option, PricedMessage, StepMeasurements
 from gossamer.plan.exchange.send_order import schedule
 from gossamer.spec.units import show_seconds
 
 _MOST = 8.0  # a factor beyond it, or below its inverse, says that something else has changed
 _ENOUGH = 0.02  # of a step: how near the fitted step comes to the measured one
+_LATE_S, _TRIPS = 0.02, 4  # how late a message may be: turns of busy processors, and so many latencies of a link
 _HALVINGS = 10
 
 
@@ -42,18 +48,23 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Factors by which computing, encoding and messages take longer than was measured before."""
+    """Factors by which computing, encoding and messages take longer than was measured before.
+
+    `late_s`: seconds by which every message arrives later besides; below 0 earlier, as far as it has latency.
+    """
 
     compute: float = 1.0
     encode: float = 1.0
     messages: float = 1.0
+    late_s: float = 0.0
 
     @staticmethod
     def fit(facts: StepMeasurements, picked: Sequence[int], measured: StepTimes) -> Calibration:
         """Return the factors with which a step with candidate `picked[b]` for bucket b takes what was measured.
 
         Computing and encoding are measured by themselves. What is then left of the step's difference is put down to
-        the messages; their factor stays as near to 1 as the measured step allows, as hidden messages say nothing.
+        the messages: they are late by as little as the measured step allows, and what that cannot explain is a factor
+        as near to 1 as the step allows. Hidden messages say nothing.
         """
         expected = StepTimes.forecast(facts, picked)
         encode = _within(measured.encode_s, expected.encode_s)
@@ -61,19 +72,30 @@ class Calibration:
         lost_s = sum(schedule(encoded, _options(encoded, picked)).slowed_s)
         compute = _within(measured.compute_s - lost_s, facts.compute_s)
 
-        def step_s(messages: float) -> float:
-            there = Calibration(compute, encode, messages).applied(facts)
+        def step_s(messages: float, late_s: float) -> float:
+            there = Calibration(compute, encode, messages, late_s).applied(facts)
             return schedule(there, _options(there, picked)).step_s
 
-        return Calibration(compute, encode, _messages(step_s, measured.step_s))
+        sent = [one for option in _options(facts, picked) for one in option.messages]
+        latest_s = _LATE_S + _TRIPS * max((one.latency_s for one in sent), default=0.0)
+        earliest_s = max((one.latency_s * one.hops for one in sent), default=0.0)
+
+        def late(part: float) -> float:
+            return part * (latest_s if part > 0 else earliest_s)
+
+        late_s = late(_nearest(lambda part: step_s(1.0, late(part)), measured.step_s))
+        messages = _MOST ** _nearest(lambda power: step_s(_MOST**power, late_s), measured.step_s)
+        return Calibration(compute, encode, messages, late_s)
 
     def then(self, other: Calibration) -> Calibration:
-        """Return both after each other. The factor of messages is left out: links are measured anew."""
+        """Return both after each other. The correction of messages is left out: links are measured anew."""
         return Calibration(self.compute * other.compute, self.encode * other.encode)
 
     def show(self) -> str:
         """Return the factors for the user."""
-        return f"computing x{self.compute:.2f}, encoding x{self.encode:.2f}, messages x{self.messages:.2f}"
+        late = f" and {show_seconds(abs(self.late_s))} {'later' if self.late_s > 0 else 'earlier'}"
+        messages = f"messages x{self.messages:.2f}{late if self.late_s else ''}"
+        return f"computing x{self.compute:.2f}, encoding x{self.encode:.2f}, {messages}"
 
     def applied(self, facts: StepMeasurements) -> StepMeasurements:
         """Return the measurements with every time longer by its factor."""
@@ -89,10 +111,15 @@ class Calibration:
         return StepMeasurements(buckets, compute_s, backward_s, facts.stolen)
 
     def _applied(self, one: Option) -> Option:
-        messages = tuple(
-            replace(m, busy_s=m.busy_s * self.messages, latency_s=m.latency_s * self.messages) for m in one.messages
+        turns_s = tuple(s * self.encode for s in one.turns_s)
+        return replace(one, turns_s=turns_s, messages=tuple(self._sent(m) for m in one.messages))
+
+    def _sent(self, one: PricedMessage) -> PricedMessage:
+        """Return a message that takes longer by the factor, and is late; one that carries nothing is neither."""
+        late_s = self.late_s / one.hops if one.busy_s else 0.0
+        return replace(
+            one, busy_s=one.busy_s * self.messages, latency_s=max(0.0, one.latency_s * self.messages + late_s)
         )
-        return replace(one, turns_s=tuple(s * self.encode for s in one.turns_s), messages=messages)
 
 
 def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
@@ -106,16 +133,19 @@ def _within(measured: float, expected: float) -> float:
     return min(_MOST, max(1 / _MOST, measured / expected))
 
 
-def _messages(step_s: Callable[[float], float], wanted_s: float) -> float:
-    """Return the factor nearest to 1 with which `step_s`, which grows with it, comes to `wanted_s`."""
-    here = step_s(1.0)
+def _nearest(step_s: Callable[[float], float], wanted_s: float) -> float:
+    """Return the argument of -1 to 1 nearest to 0 with which `step_s`, which grows with it, comes to `wanted_s`.
+
+    The limit on that side where none does.
+    """
+    here = step_s(0.0)
     if abs(here - wanted_s) <= _ENOUGH * wanted_s:
-        return 1.0
-    longer = here < wanted_s
-    near, far = 0.0, 1.0  # exponents of `_MOST`, or of its inverse: not enough, and enough
+        return 0.0
+    sign = 1 if here < wanted_s else -1
+    near, far = 0.0, 1.0  # not enough, and enough
     for _ in range(_HALVINGS):
         middle = (near + far) / 2
-        factor = _MOST ** (middle if longer else -middle)
-        enough = step_s(factor) >= wanted_s * (1 - _ENOUGH) if longer else step_s(factor) <= wanted_s * (1 + _ENOUGH)
+        found_s = step_s(sign * middle)
+        enough = found_s >= wanted_s * (1 - _ENOUGH) if sign > 0 else found_s <= wanted_s * (1 + _ENOUGH)
         near, far = (near, middle) if enough else (middle, far)
-    return float(_MOST ** (far if longer else -far))
+    return sign * far

@@ -22,7 +22,7 @@ from gossamer.recipe.conflicts import (
     tiers,
     verification,
 )
-from gossamer.recipe.conflicts.exchange import clipped
+from gossamer.recipe.conflicts.exchange import clipped, exchange_told
 from gossamer.recipe.conflicts.sync import not_used_inside
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import RunConfig
@@ -108,4 +108,4 @@ def check(config: RunConfig, plan: Plan) -> Recipe:
     return recipe
 
 
-__all__ = ["LAWS", "Law", "check", "clipped", "not_used_inside"]
+__all__ = ["LAWS", "Law", "check", "clipped", "exchange_told", "not_used_inside"]
