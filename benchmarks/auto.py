@@ -432,7 +432,7 @@ def faster(facts: StepMeasurements, speedup: float) -> StepMeasurements:
         )
         for b in facts.buckets
     )
-    return StepMeasurements(buckets, facts.compute_s / speedup, facts.backward_s / speedup, facts.stolen)
+    return replace(facts, buckets=buckets, compute_s=facts.compute_s / speedup, backward_s=facts.backward_s / speedup)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_the_factors_of_a_step_are_found(seed: int, true: tuple[float, float, fl
     assert found.messages == pytest.approx(true[2], rel=0.08)
     again = StepTimes.forecast(found.applied(facts), picked)
     assert again.step_s == pytest.approx(took(facts, Calibration(*true), picked).step_s, rel=0.025)
+
+
+def test_a_busy_machine_is_no_fast_encoder() -> None:
+    """Encoding was timed by the clock while its thread ran a third of the time; steps say how long the thread ran."""
+    facts, picked = replace(step(wire_s=0.3), ran=1 / 3), (1,) * COUNT
+    options = [bucket.options[1] for bucket in facts.buckets]
+    ran_s = sum(one.cpu_s for one in options if one is not None) / 3
+    steps = replace(StepTimes.forecast(facts, picked), encode_s=ran_s)
+    found = Calibration.fit(facts, picked, steps)
+    assert (found.compute, found.encode, found.messages) == pytest.approx((1.0, 1.0, 1.0))
+    assert found.applied(facts).ran == facts.ran
 
 
 def test_hidden_messages_say_nothing_of_the_links() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,23 @@ def test_the_slowest_rank_counts_and_a_bucket_is_ready_with_its_last_gradient(by
         alone[rank] = by_rank(channel).buckets[0].options[INT8]
     assert bucket.options[INT8].loss == pytest.approx(max(o.loss for o in alone.values()))
     assert bucket.options[INT8].loss > 1.2 * min(o.loss for o in alone.values()), "ranks are too much alike"
+
+
+def test_of_a_busy_rank_it_is_known_how_long_encoding_ran(by_rank: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding runs for 0.1 s on every rank, which takes the second one 0.4 s: other processes have its processor."""
+    clock = threading.local()
+
+    def turn_seconds_of(one: object, where: object, levels: object, rank: int, part: float) -> tuple[float, ...]:
+        clock.ran_s = getattr(clock, "ran_s", 0.0) + 0.1
+        clock.now_s = getattr(clock, "now_s", 0.0) + (0.2, 0.4, 0.2)[rank]
+        return (0.01,)
+
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", turn_seconds_of)
+    now = SimpleNamespace(
+        perf_counter=lambda: getattr(clock, "now_s", 0.0), thread_time=lambda: getattr(clock, "ran_s", 0.0)
+    )
+    monkeypatch.setattr(exchange_profile, "time", now)
+    assert [one.ran for one in in_threads(by_rank)] == pytest.approx([0.25] * 3)
 
 
 def test_what_lossy_exchanges_cost_is_open_where_gradients_are_not_finite(by_rank: Any) -> None:

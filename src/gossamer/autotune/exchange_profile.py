@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -130,6 +131,7 @@ class ExchangeProfile:
     _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
     _sampled: list[Layout] = field(default_factory=list)
+    _encoded: list[tuple[float, float]] = field(default_factory=list)  # seconds in which encoding ran, and all of them
     _traffic: dict[tuple[str, _Groups, _Shapes, torch.dtype, float], _Sent] = field(default_factory=dict)
 
     @staticmethod
@@ -165,6 +167,12 @@ class ExchangeProfile:
     def knows(self) -> bool:
         """Return whether the compression errors of lossy exchanges are known."""
         return bool(self.lost)
+
+    @property
+    def ran(self) -> float:
+        """Return the fraction of the seconds of encoding, as they were timed, in which its thread ran."""
+        ran_s, timed_s = (sum(some) for some in zip(*self._encoded, strict=True)) if self._encoded else (1.0, 1.0)
+        return min(1.0, ran_s / timed_s) if timed_s else 1.0
 
     def facts(
         self,
@@ -217,7 +225,7 @@ class ExchangeProfile:
             names = tuple(e.name for e in where.entries)
             weight = cut.squares[b] / total
             buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], weight, tuple(options)))
-        return StepMeasurements(tuple(buckets), *self.times)
+        return StepMeasurements(tuple(buckets), *self.times, self.ran)
 
     def _sent(self, candidate: Candidate, exchange: Exchange, where: Layout, occupied: float) -> _Sent:
         """Return the messages by rank for a bucket like `where`, which are the same on all links."""
@@ -278,12 +286,17 @@ class ExchangeProfile:
         if key not in self._times:
             layouts = [one for one in self._samples() if _serves(candidate, one, levels, exchange)]
             occupied = self._occupied_below(candidate.most_occupied)
+            began_s, before_s = time.perf_counter(), time.thread_time()
             turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank, occupied) for one in layouts]
+            mine = [time.thread_time() - before_s, time.perf_counter() - began_s]
             most = max(map(len, turns), default=0)  # a bucket of vectors alone may need fewer messages
             timed = [(one.numel, own) for one, own in zip(layouts, turns, strict=True) if len(own) == most]
             names = [f"cpu_s of {candidate.said} for {numel} numbers" for numel, own in timed for _ in own]
-            agreed = iter(_largest(self.pump, names, [seconds for _, own in timed for seconds in own]))
-            self._times[key] = EncodeTimes(tuple((numel, tuple(next(agreed) for _ in own)) for numel, own in timed))
+            names = ["seconds in which encoding ran", "seconds of encoding", *names]
+            ran_s, timed_s, *agreed = _largest(self.pump, names, mine + [s for _, own in timed for s in own])
+            self._encoded.append((ran_s, timed_s))
+            turns_s = iter(agreed)
+            self._times[key] = EncodeTimes(tuple((numel, tuple(next(turns_s) for _ in own)) for numel, own in timed))
         return self._times[key]
 
     def serves(self, candidate: Candidate, where: Layout, exchange: Exchange) -> bool:

@@ -22,7 +22,10 @@ _HALVINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The seconds of a step: computing (with what it loses to encoding), waiting for messages, and encoding."""
+    """The seconds of a step: computing (with what it loses to encoding), waiting for messages, and encoding.
+
+    Those of encoding are the ones in which its thread ran.
+    """
 
     compute_s: float
     exposed_s: float
@@ -43,7 +46,7 @@ class StepTimes:
         chosen = _options(facts, picked)
         found = schedule(facts, chosen)
         compute_s = facts.compute_s + sum(found.slowed_s)
-        return StepTimes(compute_s, max(0.0, found.step_s - compute_s), sum(one.cpu_s for one in chosen))
+        return StepTimes(compute_s, max(0.0, found.step_s - compute_s), facts.ran * sum(one.cpu_s for one in chosen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class Calibration:
             for bucket in facts.buckets
         )
         compute_s, backward_s = facts.compute_s * self.compute, facts.backward_s * self.compute
-        return StepMeasurements(buckets, compute_s, backward_s, facts.stolen)
+        return replace(facts, buckets=buckets, compute_s=compute_s, backward_s=backward_s)
 
     def _applied(self, one: Option) -> Option:
         turns_s = tuple(s * self.encode for s in one.turns_s)

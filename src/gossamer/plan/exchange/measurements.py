@@ -118,16 +118,19 @@ class StepMeasurements:
 
     `compute_s`: seconds of the step without any exchange; `backward_s`: of the last backward, in which buckets fill.
     `stolen`: the fraction of encode time that slows the backward pass: 0 if encoding has a core of its own, 1 if not.
+    `ran`: the fraction of the seconds of encoding, as they were timed, in which its thread ran: below 1 where other
+    processes have a part of the processor.
     """
 
     buckets: tuple[BucketMeasurements, ...]
     compute_s: float
     backward_s: float
     stolen: float
+    ran: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise BadInput for a number that is not finite: no comparison with it would choose anything."""
-        for name in ("compute_s", "backward_s", "stolen"):
+        for name in ("compute_s", "backward_s", "stolen", "ran"):
             check_finite(name, getattr(self, name))
         for place, bucket in enumerate(self.buckets):
             _check_bucket(bucket, place)

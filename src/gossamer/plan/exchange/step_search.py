@@ -10,7 +10,7 @@ searched on few merged buckets.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 
@@ -271,7 +271,7 @@ class _Merged:
             )
             for low, high in pairwise(edges)
         )
-        return _Merged(StepMeasurements(merged, facts.compute_s, facts.backward_s, facts.stolen), edges)
+        return _Merged(replace(facts, buckets=merged), edges)
 
     def column(self, column: Column) -> Column:
         """Return the column of the merged buckets."""
