@@ -95,6 +95,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         monkeypatch.setattr(exchange_selection, "message_price", lambda *_: MessagePrice())
         monkeypatch.setattr(rehearsal, "profile_step", here.rehearse)
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
+        monkeypatch.setattr(exchange_profile, "time", SimpleNamespace(perf_counter=float, thread_time=float))
         monkeypatch.setattr(exchange_methods, "turn_seconds_of", here.turn_seconds_of)
         exchanger = ExchangeSelector(
             engine=SimpleNamespace(module=module, device=torch.device("cpu")),  # type: ignore[arg-type]
@@ -200,6 +201,15 @@ def test_prices_are_of_their_own_candidate(world) -> None:
     exchanger.pump.channel.widen(ProcessGroups.islands([(0, 2), (1, 3)]))
     measured.facts(OTHERS, across_islands(CANDIDATES), MIB)
     assert len(here.timed) > count, "other groups have prices of their own"
+
+
+def test_islands_that_the_links_contradict_are_told_once(world) -> None:
+    exchanger, here = world([OTHERS, OTHERS, PAIRS], islands=((0, 1), (2, 3)))
+    exchanger.pump.channel.widen(ProcessGroups.islands([(0, 1), (2, 3)]))
+    for _ in range(3):
+        exchanger.settle(automatic=True, hosts=2)
+    told = [one for one in here.told if one.startswith("the links show")]
+    assert told == ["the links show the islands [[0, 2], [1, 3]]; the plan keeps [[0, 1], [2, 3]]"]
 
 
 def test_sizes_of_buckets_are_tried_from_small_ones_to_all_gradients() -> None:

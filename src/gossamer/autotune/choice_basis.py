@@ -15,7 +15,9 @@ from gossamer.plan.exchange import (
     choose,
     choose_uniform,
 )
+from gossamer.spec.cost import Cost
 from gossamer.spec.network import Network
+from gossamer.spec.plan import Plan
 
 _AS_MEASURED = Calibration()
 
@@ -86,3 +88,17 @@ class ChoiceBasis:
     def told(self, decision: Decision) -> Decision:
         """Return the same choice, whose reason says what lossy exchanges would save where they are not allowed."""
         return decision if self.lossy else decision.advised(*self.facts)
+
+    def planned(self, plan: Plan, decision: Decision, cost: Cost) -> Plan:
+        """Return `plan` with the exchange of a decision, its reason and its forecast. `cost`: the bytes of a step."""
+        link = self.links.levels.get("between", self.links.levels["all"])
+        said = f"{decision.reason}{self.rehearsal.remark} (links: {link.show()}; {self.price.show()})"
+        line = decision.forecast
+        times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s", "unhidden_s")}
+        return plan.model_copy(
+            update={
+                "exchange": decision.written,
+                "reasons": {**plan.reasons, "exchange": said},
+                "forecast": cost.model_copy(update={"state_bytes": plan.forecast.state_bytes, **times}),
+            }
+        )

@@ -81,6 +81,7 @@ class ExchangeSelector:
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
+    _other_islands: tuple[tuple[int, ...], ...] = ()  # that the links have shown, and the plan has not
 
     def settle(self, *, automatic: bool, hosts: int, host: int = -1, owed: frozenset[str] = frozenset()) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
@@ -323,14 +324,19 @@ class ExchangeSelector:
         """Measure the links. All ranks call it together."""
         return probe(self.pump.channel, ways=ways, hosts=self._hosts)
 
-    def _learn(self, links: Network) -> None:
-        if links.has_islands and not self.plan.islands:
-            self.plan = self.plan.model_copy(update={"islands": links.islands})
-            self.pump.channel.widen(ProcessGroups.islands(links.islands))
+    def _learn(self, links: Network, step: int = 0) -> None:
+        """Take the islands that the links show, if the plan has none; tell of those that it contradicts, once."""
+        shown, kept = links.islands, self.plan.islands
+        if links.has_islands and not kept:
+            self.plan = self.plan.model_copy(update={"islands": shown})
+            self.pump.channel.widen(ProcessGroups.islands(shown))
+        elif links.has_islands and set(shown) not in (set(kept), set(self._other_islands)):
+            self._other_islands = shown
+            self.tell(f"the links show the islands {_listed(shown)}; the plan keeps {_listed(kept)}", step)
 
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
-        self._learn(links)
+        self._learn(links, step)
         profile, rehearsal = self._profiled(step)
         self._basis = ChoiceBasis.of(
             profile,
@@ -350,7 +356,7 @@ class ExchangeSelector:
         assert self._basis is not None
         self._decision = decision
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = _planned(self.plan, decision, self._basis, self._price(decision.written))
+        self.plan = self._basis.planned(self.plan, decision, self._price(decision.written))
         return decision
 
     @property
@@ -363,7 +369,7 @@ class ExchangeSelector:
         """Return a note on islands that are given, though one machine has no links between them to choose by."""
         if not self.plan.islands:
             return ""
-        given = [list(island) for island in self.plan.islands]
+        given = _listed(self.plan.islands)
         return f"; machines.islands {given} share it, so no link between them was measured: name plan.sync to part them"
 
     def _priced(self, links: Network) -> MessagePrice:
@@ -382,15 +388,5 @@ class ExchangeSelector:
         return ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick), rehearsal
 
 
-def _planned(plan: Plan, decision: Decision, basis: ChoiceBasis, cost: Cost) -> Plan:
-    link = basis.links.levels.get("between", basis.links.levels["all"])
-    said = f"{decision.reason}{basis.rehearsal.remark} (links: {link.show()}; {basis.price.show()})"
-    line = decision.forecast
-    times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s", "unhidden_s")}
-    return plan.model_copy(
-        update={
-            "exchange": decision.written,
-            "reasons": {**plan.reasons, "exchange": said},
-            "forecast": cost.model_copy(update={"state_bytes": plan.forecast.state_bytes, **times}),
-        }
-    )
+def _listed(islands: tuple[tuple[int, ...], ...]) -> str:
+    return str([list(island) for island in islands])
