@@ -197,7 +197,7 @@ class _Parts:
         outer, round_bytes = self._outer(held)
         sharding = self.recipe.sharding
         tiers = sharding if isinstance(sharding, Tiers) else None
-        limits = tiers.limits if tiers is not None else None
+        limits = tiers.new_limits() if tiers is not None else None
         if limits is not None:  # buffers are gradients and states on their way
             there = self._names(place)
             kept = sum(p.nbytes for n, p in self.module.named_parameters() if n in there)  # perhaps some on each rank

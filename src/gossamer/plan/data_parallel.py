@@ -124,7 +124,7 @@ def _reasons(found: Recipe, request: Request) -> dict[str, str]:
     if remarks := "; ".join(filter(None, (found.optimizer.remark, told))):
         notes["optimizer"] = remarks
     if isinstance(found.sharding, Tiers) and plan.ranks > 1:
-        limit, what = found.sharding.limits.file.limit, "a stage's" if found.in_stages else "all"
+        limit, what = found.sharding.new_limits().file.limit, "a stage's" if found.in_stages else "all"
         what = "some" if found.sharding.is_sharded else what
         notes["sharding"] = (
             f"tiers: {plan.ranks} files, each with the states of {what} parameters, of at most {show_bytes(limit)}: "

@@ -25,6 +25,7 @@ from gossamer.sharding import (
     GroupUpdater,
     HostListener,
     ShardedOptimizer,
+    TierAccount,
     TieredStates,
     TierLayout,
     TierLimits,
@@ -131,22 +132,23 @@ def tiers_of(
     tiled = [one for one in tiled if one.name in walk.tiled]
     least = _Needed.of(parts, channel, layout, names, tiled)
     most = least.on_all(channel)
-    most.check(sharding.limits)
+    limits = sharding.new_limits()
+    most.check(limits)
     ranks = len(channel.levels.everyone)
     remove_left_over(sharding.folder, ranks)
     _check_disks(channel, sharding.folder, layout.size_bytes)
-    windows = min(_WINDOWS, 1 + (sharding.limits.host.limit - least.host) // max(1, layout.window_bytes))
+    windows = min(_WINDOWS, 1 + (limits.host.limit - least.host) // max(1, layout.window_bytes))
     found = TieredStates.of(
         rule,
         parts.module,
         parts.held,
         walk,
         layout,
-        sharding.limits,
+        limits,
         folder=sharding.folder,
         rank=channel.rank,
         windows=windows,
-        updater_of=_updaters(sharding, rule, layout, windows, parts.config),
+        updater_of=_updaters(sharding.update, rule, layout, limits.host, windows, parts.config),
         is_hidden=is_hidden,
         is_divided=sharding.is_sharded or parts.cut is not None,
         passes=[action.op is not Op.B for action in pipeline.row if action.op in (Op.F, Op.RECOMPUTE, Op.B)],
@@ -171,13 +173,12 @@ def _check_device(device: torch.device) -> None:
 
 
 def _updaters(
-    sharding: Tiers, rule: Optimizer, layout: TierLayout, windows: int, config: RunConfig
+    update: str, rule: Optimizer, layout: TierLayout, host: TierAccount, windows: int, config: RunConfig
 ) -> Callable[[TierFile], GroupUpdater]:
     """Return what starts the updates of a file: in a process of their own, or in threads of this one."""
-    host = sharding.limits.host
 
     def updater_of(file: TierFile) -> GroupUpdater:
-        if sharding.update == "process":
+        if update == "process":
             return UpdateProcess.of(rule, layout, host, file, windows, config)
         threads = TierUpdater(rule, layout, file, windows, HostListener(layout, host))
         threads.start()

@@ -71,11 +71,10 @@ class Tiers(Sharding):
     shard_group: Literal["none", "all"] = "none"
 
     def __post_init__(self) -> None:
-        _ = self.limits
+        self.new_limits()
 
-    @property
-    def limits(self) -> TierLimits:
-        """Return the accounts of a rank, with nothing in use."""
+    def new_limits(self) -> TierLimits:
+        """Return new accounts of a rank, with nothing in use."""
         device, host, file = (read_size(getattr(self, one), key=one) for one in ("device", "host", "file"))
         return TierLimits.of(device=device, host=host, file=file)
 
