@@ -67,7 +67,10 @@ def test_names_are_those_of_the_model_and_of_slots(adapter: str) -> None:
     assert not any("base_layer" in name or "default" in name for name in found)
 
 
-@pytest.mark.parametrize("adapter", UNMASKED)
+@pytest.mark.parametrize(
+    "adapter",
+    [pytest.param(one, marks=[pytest.mark.nightly] if one in ("rslora", "lora_fa", "ia3") else []) for one in UNMASKED],
+)
 def test_a_part_has_the_values_of_the_whole(adapter: str, tmp_path: Path) -> None:
     origin_of(section("none")).build(1).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     for of in (section(adapter), ModelSection(hf=str(tmp_path / "base"), adapter=adapter)):

@@ -37,6 +37,7 @@ def measured(states: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.nightly
 def test_memory_is_kept_or_given_back() -> None:
     """40 times 40 MiB: ten thousand small pages each, if they are not kept."""
     faults, held_mib = measured("none")

@@ -80,6 +80,7 @@ def needed(text: Path, **given: Any) -> tuple[int, int]:
     return KNOWN[str(given)]
 
 
+@pytest.mark.nightly
 def test_a_run_that_fits_gets_none_and_says_so(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most, _ = needed(text)
     on_a_machine(monkeypatch, most)
@@ -198,6 +199,7 @@ def test_what_cannot_be_looked_at_is_said_and_trained(text: Path, monkeypatch: p
     assert plan is not None and plan.reasons["savers"].startswith("none: the memory of the run is not known (TypeError")
 
 
+@pytest.mark.nightly
 def test_a_run_in_python_its_dry_run_and_its_resumed_run_have_one_plan(
     text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,8 @@ _PROCESSES = 3  # at most: pages of libraries that the kernel takes and gives ba
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux to measure memory")
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [0, 3])
 def test_building_a_stage_takes_its_own_part_and_a_tenth(stage: int) -> None:
     """A block too many is 32 MiB, in every process."""
     peaks = list[float]()

@@ -64,6 +64,7 @@ def test_ranks_sample_the_same_widths_and_train_the_same_adapters(
     assert not any("held_" in name for name in stored)  # the integers follow from the base
 
 
+@pytest.mark.nightly
 def test_a_run_on_integers_of_a_folder_goes_on_with_them_and_with_no_others(
     pool: Pool, tmp_path: Path, base: str
 ) -> None:

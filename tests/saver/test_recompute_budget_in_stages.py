@@ -132,6 +132,7 @@ def test_ranks_agree_and_a_plan_that_names_the_units_keeps_them() -> None:
     assert "stage 0 (rank 0), with 2 micro-batches alive" in why and "stage 1 (rank 1), with 1 micro-batch alive" in why
 
 
+@pytest.mark.nightly  # by day: that a set is the best of all, in test_cheapest_set.py
 def test_the_set_is_the_cheapest_that_fits() -> None:
     """Blocks are alike: one fewer on any stage that recomputes some, and that stage is above the budget."""
     found = looked_at("6MB")

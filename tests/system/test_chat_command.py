@@ -76,6 +76,7 @@ def spoken(capsys: pytest.CaptureFixture[str], *arguments: Any, lines: str = "",
     return capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_a_run_speaks_far_from_its_data(run: Path, tmp_path: Path) -> None:
     shutil.move(shutil.copytree(run, tmp_path / "copied"), tmp_path / "moved")
     command = [*GOSSAMER, "chat", "moved", "--temperature", "0"]

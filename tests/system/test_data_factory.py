@@ -90,9 +90,17 @@ def test_a_run_is_resumed_and_loaded_without_any_text(place: Place, monkeypatch:
         ({"pack": False}, "data.pack: wanted data from data.pack or from data.factory"),
         ({"factory": None, "config": {"count": 3}}, "data.config: wanted data.factory, whose arguments these are"),
         ({"factory": "own:pints"}, "own has no function 'pints': did you mean 'points'"),
-        ({"factory": "own"}, "data.factory: wanted \"package.module:function\", got 'own'"),
-        ({"config": {"cuont": 3}}, "data.config: wanted arguments of own:points"),
-        ({"factory": "own:text"}, "data.factory: wanted a map-style dataset of dictionaries, got a str"),
+        pytest.param(
+            {"factory": "own"}, "data.factory: wanted \"package.module:function\", got 'own'", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"config": {"cuont": 3}}, "data.config: wanted arguments of own:points", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"factory": "own:text"},
+            "data.factory: wanted a map-style dataset of dictionaries, got a str",
+            marks=pytest.mark.nightly,
+        ),
         ({"factory": "own:broken"}, "got ZeroDivisionError: division by zero at"),
     ],
 )

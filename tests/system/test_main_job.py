@@ -314,6 +314,7 @@ torch.save({k: v.clone() for k, v in model.state_dict().items()}, f"{sys.argv[1]
 """
 
 
+@pytest.mark.nightly
 def test_ones_own_loop_on_two_processes_is_the_loop_on_one(place: Place) -> None:
     (place.folder / "loop.py").write_text(LOOP)
     program = (sys.executable, str(place.folder / "loop.py"))

@@ -267,6 +267,7 @@ def equal(run: Path, others: list[Path]) -> bool:
     return all(one.keys() == wanted.keys() and all(torch.equal(one[k], wanted[k]) for k in wanted) for one in found)
 
 
+@pytest.mark.nightly
 def test_hosts_with_disks_of_their_own_go_through_the_phases_together(place: Place) -> None:
     hosts = Hosts(place)
     done = hosts.run(GROWN[:2], "--json")
