@@ -49,7 +49,7 @@ def main() -> None:
                 f"the hours were over before {reached}: run it again, and it goes on there; earlier rows stay"
             )
             continue
-        rows += [{"file": name, "commit": ", ".join(sorted(trials.commits)) or at, **row} for row in found]
+        rows += [{"file": name, "commit": ", ".join(sorted({*trials.commits, at})), **row} for row in found]
         if asked.quick and (why := getattr(module, "NOT_QUICK", "")):
             left_out[name] = why
     done = {row["file"] for row in rows}
