@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import torch
 
@@ -14,11 +15,9 @@ from gossamer.spec.errors import PeerLost
 from pool import Seat
 
 
-def group(seat: Seat, *, timeout_s: float = 20.0, generation: int = 0) -> ProcessGroupChannel:
+def group(seat: Seat, *, timeout_s: float = 20.0, **more: Any) -> ProcessGroupChannel:
     levels = ProcessGroups.flat(seat.ranks)
-    return ProcessGroupChannel(
-        Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=timeout_s, generation=generation)
-    )
+    return ProcessGroupChannel(Rendezvous(seat.store(), seat.rank, levels, interface="lo", timeout_s=timeout_s, **more))
 
 
 def combine_all(seat: Seat) -> dict[str, list]:
@@ -74,9 +73,12 @@ def random_arrival(seat: Seat, *, jobs: int, look_ahead: int, threads: int = 3) 
     return wrong
 
 
-def lost_peer(seat: Seat) -> dict[str, str]:
-    """Rank 1 never sends: the others' jobs fail, the channel is poisoned, nothing hangs."""
-    channel = group(seat, timeout_s=1.0)
+def lost_peer(seat: Seat, *, asks: bool = False) -> dict[str, str]:
+    """Rank 1 never sends: the others' jobs fail, the channel is poisoned, nothing hangs.
+
+    asks: they ask each other who is lost, as where no supervisor finds out.
+    """
+    channel = group(seat, timeout_s=1.0, asks=asks)
     pump = CommThread(channel)
     step = pump.begin([1, 1])
     said = {}

@@ -66,9 +66,15 @@ def test_many_jobs_in_flight_do_not_lock_up(pool) -> None:
 
 def test_a_lost_peer_fails_every_job_and_poisons_the_channel(pool) -> None:
     said = pool.run("comm.jobs:lost_peer", 2)[0]
-    assert "rank 0 lost a peer among ranks [0, 1]" in said["0"]
+    assert "rank 0 lost a peer among ranks [0, 1]" in said["0"] and "is lost" not in said["0"]
     assert said["1"] == said["0"], "a job that waited behind must fail with the same cause"
     assert "the channel of rank 0 sends no more messages" in said["after"]
+
+
+def test_without_a_supervisor_those_that_lost_a_peer_name_it(pool) -> None:
+    first, _, third = pool.run("comm.jobs:lost_peer", 3, asks=True)
+    assert all("; rank 1 is lost: no report of the same came" in said["0"] for said in (first, third))
+    assert first["1"] == first["0"] and "the channel of rank 0 sends no more messages" in first["after"]
 
 
 def method(rounds: int):

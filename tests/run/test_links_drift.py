@@ -204,10 +204,13 @@ def test_prices_are_of_their_own_candidate(world) -> None:
 
 
 def test_islands_that_the_links_contradict_are_told_once(world) -> None:
-    exchanger, here = world([OTHERS, OTHERS, PAIRS], islands=((0, 1), (2, 3)))
+    exchanger, here = world([OTHERS, OTHERS, PAIRS, OTHERS], islands=((0, 1), (2, 3)))
     exchanger.pump.channel.widen(ProcessGroups.islands([(0, 1), (2, 3)]))
+    exchanger.settle(automatic=True, hosts=2)
     for _ in range(3):
-        exchanger.settle(automatic=True, hosts=2)
+        assert look(exchanger, exchanger._watch.every, rate=5.0) is None
+        drift(exchanger, 3 * exchanger._watch.every, rate=1e9)
+    assert next(here.links, None) is None, "the links were looked at four times"
     told = [one for one in here.told if one.startswith("the links show")]
     assert told == ["the links show the islands [[0, 2], [1, 3]]; the plan keeps [[0, 1], [2, 3]]"]
 
