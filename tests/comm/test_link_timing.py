@@ -16,7 +16,8 @@ from gossamer.comm.link_timing import LARGEST_BYTES, PEERS, Pattern, Reading, ev
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 
-FAST, SLOW = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=2e-2, bytes_per_s=5e6)
+FAST = Link(latency_s=1e-4, bytes_per_s=1e9, hop_s=3e-4)
+SLOW = Link(latency_s=2e-2, bytes_per_s=5e6, hop_s=4e-2)  # as over gloo
 
 
 @dataclass
@@ -36,7 +37,8 @@ class Links:
         if pair is None:
             return 0.0
         there, back = self.link(*pair), self.link(pair[1], pair[0])
-        return back.latency_s + there.seconds(nbytes) * self._count(me)
+        seconds = there.latency_s + nbytes / there.bytes_per_s
+        return back.latency_s + seconds * self._count(me)
 
     def round_trip(self, channel: LocalChannel, pair: tuple[int, int]) -> float:
         self.trips[pair[0]] = self.trips.get(pair[0], -1) + 1
@@ -47,8 +49,11 @@ class Links:
         me = place_of(channel)
         self.held.append(nbytes * max(len(pattern.to), len(pattern.source)))
         ways = ([self.link(me, r) for r in pattern.to], [self.link(r, me) for r in pattern.source])
-        slowest = max(sum(one.seconds(nbytes) - one.latency_s for one in way) for way in ways)
-        return (max((one.latency_s for way in ways for one in way), default=0.0) + slowest) * self._count(me)
+        hop_s = max((one.hop_s for way in ways for one in way), default=0.0)
+        if nbytes == 1:
+            return hop_s
+        slowest = max(sum(nbytes / one.bytes_per_s for one in way) for way in ways)
+        return (hop_s + slowest) * self._count(me)
 
     def _count(self, me: int) -> float:
         self.readings[me] = self.readings.get(me, -1) + 1
@@ -99,6 +104,8 @@ def test_every_level_has_its_own_latency_and_bandwidth(on, ranks: int) -> None:
     assert island.latency_s == pytest.approx(1e-4) and between.latency_s == pytest.approx(2e-2)
     assert island.bytes_per_s == pytest.approx(1e9) and between.bytes_per_s == pytest.approx(5e6)
     assert found[0].levels["all"].latency_s == pytest.approx(2e-2), "messages between all wait for the line"
+    hops = {level: link.hop_s for level, link in found[0].levels.items()}
+    assert hops == pytest.approx({"island": 3e-4, "between": 4e-2, "all": 4e-2})
 
 
 @pytest.mark.parametrize(("ranks", "known"), [(20, False), pytest.param(36, True, marks=pytest.mark.nightly)])
@@ -233,7 +240,7 @@ def test_a_repeated_reading_joins_those_before(on, repeated: tuple[float, float]
     together = Links(lambda a, b: link, late=lambda rank, n: (1.0, 2.0, *repeated)[n])
     found = [
         on(2, pairs, lambda ch: link_timing.pair_readings(ch, [(0, 1)], {(0, 1): 0.0}, level="x")[0, 1]),
-        on(2, together, lambda ch: pattern_reading(ch, Pattern((1 - ch.rank,), (1 - ch.rank,)), 0.0, level="x")),
+        on(2, together, lambda ch: pattern_reading(ch, Pattern((1 - ch.rank,), (1 - ch.rank,)), level="x")),
     ]
     for reading in (one for each in found for one in each):
         assert reading.bytes_per_s == pytest.approx(5e4) and reading.spread == pytest.approx(1.0)

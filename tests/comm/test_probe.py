@@ -82,6 +82,7 @@ def test_one_rank_needs_no_wire() -> None:
 
 def test_a_link_says_how_long_bytes_take() -> None:
     assert Link(latency_s=0.01, bytes_per_s=1e6).seconds(2e6, hops=3) == pytest.approx(2.03)
+    assert Link(latency_s=0.01, bytes_per_s=1e6, hop_s=0.02).seconds(2e6, hops=3) == pytest.approx(2.06)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -120,7 +121,8 @@ def test_in_the_laboratory_the_shaped_links_are_found() -> None:
 @pytest.mark.lab
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_in_the_laboratory_a_long_line_is_no_narrow_one() -> None:
-    """50 ms one way: the latency is that, once, and the bandwidth of 50 Mbit/s is found all the same."""
+    """50 ms one way: the latency is that, once, a hop of gloo takes it twice, and the 50 Mbit/s are found all the same."""
     for found in found_in(LabTopology(2, rate_bytes_per_s=50 * MBIT, delay_s=0.05)):
         assert found.levels["all"].latency_s == pytest.approx(0.05, rel=0.2)
+        assert found.levels["all"].hop_s == pytest.approx(0.1, rel=0.2)
         assert found.levels["all"].bytes_per_s == pytest.approx(50 * MBIT, rel=0.35)

@@ -1,11 +1,11 @@
 """Measure the bandwidth and latency of the links between ranks, over the channel that the run itself uses.
 
-All ranks call it together, before the first step. The bandwidth of a level is measured while all its ranks send,
-because a step uses the links like that. Latency is half of a round trip between two ranks. Which ranks form islands is
-found from pairs: all of them up to 16 ranks; beyond, pairs of hosts, as `island_search` says. The messages that a rank
-sends grow with the logarithm of the ranks, and its memory does not grow. Sizes grow until a message takes long enough
-to average out traffic shaping and start-up. Every decision is taken from times that all ranks have exchanged, so that
-all of them measure the same things.
+All ranks call it together, before the first step. The bandwidth of a level, and a hop without its bytes, are measured
+while all its ranks send, because a step uses the links like that. Latency is half of a round trip between two ranks.
+Which ranks form islands is found from pairs: all of them up to 16 ranks; beyond, pairs of hosts, as `island_search`
+says. The messages that a rank sends grow with the logarithm of the ranks, and its memory does not grow. Sizes grow
+until a message takes long enough to average out traffic shaping and start-up. Every decision is taken from times that
+all ranks have exchanged, so that all of them measure the same things.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def probe(
     machines = _checked(hosts, everyone) or tuple((rank,) for rank in everyone)
     survey = _Survey(channel)
     latency_s = _ring_latency_s(channel)
-    overall = pattern_reading(channel, _to_others(channel), latency_s, level="all")
+    overall = pattern_reading(channel, _to_others(channel), level="all")
     levels = {"all": _link(latency_s, overall)}
     if not seeks_islands or len(everyone) < (2 if ways else 3):
         return Network(islands=(everyone,), levels=levels)
@@ -151,11 +151,12 @@ class _Survey:
         steady = {"island": median(near), "between": median(far)}
         patterns = {"island": _inside(self.channel, islands), "between": _across(self.channel, islands)}
         found = {
-            level: _link(steady[level], pattern_reading(self.channel, pattern, steady[level], level=level))
+            level: _link(steady[level], pattern_reading(self.channel, pattern, level=level))
             for level, pattern in patterns.items()
         }
         longest_s = max(overall.latency_s, steady["between"])
-        return {"all": overall.model_copy(update={"latency_s": longest_s}), **found}
+        hop_s = max(overall.hop_s, found["between"].hop_s)
+        return {"all": overall.model_copy(update={"latency_s": longest_s, "hop_s": hop_s}), **found}
 
 
 def _ring_latency_s(channel: Channel) -> float:
@@ -198,7 +199,8 @@ def _next_of(channel: Channel, ring: Sequence[int]) -> Pattern:
 
 
 def _link(latency_s: float, reading: Reading) -> Link:
-    return Link(latency_s=latency_s, bytes_per_s=reading.bytes_per_s, spread=reading.spread)
+    hop_s = max(latency_s, reading.hop_s)
+    return Link(latency_s=latency_s, bytes_per_s=reading.bytes_per_s, spread=reading.spread, hop_s=hop_s)
 
 
 def _checked(hosts: Sequence[Sequence[int]], everyone: Sequence[int]) -> Groups:

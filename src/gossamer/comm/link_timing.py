@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -31,6 +31,7 @@ _PAIR_LONG_ENOUGH_S = _LONG_ENOUGH_S / 3
 _LATENCIES = 10  # that a transfer must outlast: else its latency, or the slow start of TCP, is timed
 _SHARING = 1 / 4  # of the time to take: of a pair that may share its link with one that ends
 _BURST = 1 / 8  # of the time to take: a repeated transfer that takes less has passed a rested shaper at once
+_HOPS = 3  # of which the fastest counts
 _LEAST_S = 1e-6  # what clocks can tell apart
 
 
@@ -38,11 +39,13 @@ _LEAST_S = 1e-6  # what clocks can tell apart
 class Reading:
     """The bandwidth that some readings found: the fastest, since other work can only slow a transfer down.
 
-    `spread`: by what fraction the slowest reading took longer than the fastest.
+    `spread`: by what fraction the slowest reading took longer than the fastest. `hop_s`: of small messages that
+    all ranks send at the same time; 0: not measured.
     """
 
     bytes_per_s: float
     spread: float = 0.0
+    hop_s: float = 0.0
 
     @staticmethod
     def of(nbytes: int, seconds: Sequence[float], latency_s: float) -> Reading:
@@ -119,29 +122,30 @@ def pair_readings(
     return found
 
 
-def pattern_reading(channel: Channel, pattern: Pattern, latency_s: float, *, level: str) -> Reading:
-    """Return the bandwidth that every rank has while all send in this pattern: that of the slowest rank.
+def pattern_reading(channel: Channel, pattern: Pattern, *, level: str) -> Reading:
+    """Return the bandwidth and the hop that every rank has while all send in this pattern: those of the slowest rank.
 
-    A rank is done when all is sent and all has arrived, so the slower direction of its link counts. Readings that
-    differ by more than `NOISY_SPREAD` are repeated once.
+    A rank is done when all is sent and all has arrived, so the slower direction of its link counts. A hop is the
+    fastest of a few. Readings that differ by more than `NOISY_SPREAD` are repeated once.
     """
     nbytes, most = _FIRST_BYTES, LARGEST_BYTES // pattern.shares
     nbytes = min(nbytes, most)
     everyones(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
+    hop_s = min(slowest(channel, pattern, 1, level) for _ in range(_HOPS))
     while True:
         taken = [slowest(channel, pattern, nbytes, level)]
-        done = _done(_LONG_ENOUGH_S, latency_s, taken[0] - latency_s)
+        done = _done(_LONG_ENOUGH_S, hop_s, taken[0] - hop_s)
         if done >= 1 or nbytes >= most:
             taken.append(slowest(channel, pattern, nbytes, level))
-            done = _done(_LONG_ENOUGH_S, latency_s, min(taken) - latency_s)  # one long time may be a late start
+            done = _done(_LONG_ENOUGH_S, hop_s, min(taken) - hop_s)  # one long time may be a late start
             if done >= 1 / 2 or nbytes >= most:
                 break
         nbytes = _grown(nbytes, done, most)
-    if Reading.of(nbytes, taken, latency_s).spread > NOISY_SPREAD:
+    if Reading.of(nbytes, taken, hop_s).spread > NOISY_SPREAD:
         again = [slowest(channel, pattern, nbytes, level) for _ in range(2)]
-        passed = [s for s in again if _done(_LONG_ENOUGH_S, latency_s, s - latency_s) >= _BURST]
+        passed = [s for s in again if _done(_LONG_ENOUGH_S, hop_s, s - hop_s) >= _BURST]
         taken += again if nbytes >= most else passed
-    return Reading.of(nbytes * pattern.shares, taken, latency_s)
+    return replace(Reading.of(nbytes * pattern.shares, taken, hop_s), hop_s=hop_s)
 
 
 def slowest(channel: Channel, pattern: Pattern, nbytes: int, level: str) -> float:

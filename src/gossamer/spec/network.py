@@ -6,9 +6,9 @@ A link probe measures them. Pairs of ranks have no entries, so the size stays li
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 from gossamer.spec.units import show_rate
 
@@ -36,7 +36,9 @@ def _fraction(value: float) -> float:
 class Link(BaseModel):
     """One direction of a link between ranks: its latency and bandwidth for payload while all ranks send.
 
-    Every number is finite, the bandwidth above 0; others raise pydantic's ValidationError.
+    `hop_s`: of small messages that ranks send each other at the same time, as in each hop of an exchange. Over gloo it
+    is twice the latency, as a rank sends only what its peer has asked for. Every number is finite, the bandwidth above
+    0; others raise pydantic's ValidationError.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,10 +46,17 @@ class Link(BaseModel):
     latency_s: Annotated[float, AfterValidator(_seconds)]  # one way, of a small message between two ranks
     bytes_per_s: Annotated[float, AfterValidator(_rate)]  # that one rank can send and receive
     spread: Annotated[float, AfterValidator(_fraction)] = 0.0  # by what fraction the slowest reading took longer
+    hop_s: Annotated[float, AfterValidator(_seconds)] = 0.0  # small messages there and back; not given: latency_s
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hop_of_latency(cls, given: Any) -> Any:
+        has_none = isinstance(given, dict) and "hop_s" not in given and "latency_s" in given
+        return {**given, "hop_s": given["latency_s"]} if has_none else given
 
     def seconds(self, nbytes: float, hops: int = 1) -> float:
-        """Return the seconds that `nbytes` bytes take in `hops` messages, one after the other."""
-        return hops * self.latency_s + nbytes / self.bytes_per_s
+        """Return the seconds that `nbytes` bytes take in `hops` hops of an exchange, one after the other."""
+        return hops * self.hop_s + nbytes / self.bytes_per_s
 
     def show(self) -> str:
         """Return the link as text: "100 Mbit/s, 1.2 ms"; with the spread of its readings if that is large."""

@@ -173,7 +173,7 @@ def priced(
         most = max(max(sent, arriving) for sent, arriving in moved.values())
         link = links.levels.get(one.level) or links.levels["all"]
         ranks = max(len(group) for group in levels.groups[one.level])
-        latency_s, where = link.latency_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
+        latency_s, where = link.hop_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
         found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, _hops(one, ranks), price.of(most)))
         total = {rank: total[rank] + moved[rank][0] for rank in total}
     return tuple(found), max(total.values())
