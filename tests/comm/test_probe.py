@@ -121,7 +121,7 @@ def test_in_the_laboratory_the_shaped_links_are_found() -> None:
 @pytest.mark.lab
 @pytest.mark.skipif(lab_unavailable() is not None, reason=str(lab_unavailable()))
 def test_in_the_laboratory_a_long_line_is_no_narrow_one() -> None:
-    """50 ms one way: the latency is that, once, a hop of gloo takes it twice, and the 50 Mbit/s are found all the same."""
+    """50 ms one way: the latency is that, a hop over gloo takes it twice, and the 50 Mbit/s are found."""
     for found in found_in(LabTopology(2, rate_bytes_per_s=50 * MBIT, delay_s=0.05)):
         assert found.levels["all"].latency_s == pytest.approx(0.05, rel=0.2)
         assert found.levels["all"].hop_s == pytest.approx(0.1, rel=0.2)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
+from gossamer import autotune
 from gossamer.autotune.message_price import message_price
 from gossamer.comm.channel import Channel
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.comm_thread import CommThread
-from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.comm.message import Collective, Message, ProcessGroups, Traffic
+from gossamer.comm.meter import sent_bytes
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Calibration,
@@ -31,13 +34,14 @@ from gossamer.plan.exchange import (
 from gossamer.spec.network import Link, Network
 
 LINK = Link(latency_s=1e-4, bytes_per_s=1e8)
+LINKS = Network(islands=((0, 1),), levels={"all": LINK})
 EXACT = (Candidate("dense", "all-reduce", lossy=False),)
 
 
 def measured(channel: Channel) -> MessagePrice:
     pump = CommThread(channel)
     try:
-        return message_price(pump, LINK, torch.device("cpu"))
+        return message_price(pump, LINKS, torch.device("cpu"))
     finally:
         pump.close()
 
@@ -46,7 +50,7 @@ def test_all_ranks_find_the_same_price_and_it_is_not_nothing() -> None:
     with ThreadPoolExecutor(3) as ranks:
         found = list(ranks.map(measured, LocalChannel.world(3, ProcessGroups.flat(3), patience_s=30.0)))
     assert found[0] == found[1] == found[2]
-    assert 0 < found[0].start_s < 1.0 and 0 <= found[0].byte_s < 1e-6
+    assert 0 < found[0].start_s < 1.0 and 0 <= found[0].byte_s < 1e-6 and 0 <= found[0].hop_s < 1.0
     assert "a message" in found[0].show()
 
 
@@ -57,14 +61,15 @@ from gossamer.autotune.message_price import message_price
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups
-from gossamer.spec.network import Link
+from gossamer.spec.network import Link, Network
 
 def beside_python():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 def measure(channel):  # with messages so small that torch adds them up in one thread
     pump = CommThread(channel, observe=lambda *_: seen.append(beside_python()))
-    message_price(pump, Link(latency_s=1e-4, bytes_per_s=1e6), torch.device("cpu"))
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-4, bytes_per_s=1e6)})
+    message_price(pump, links, torch.device("cpu"))
 
 torch.set_num_threads(4)
 seen = [beside_python()]
@@ -85,11 +90,51 @@ def test_a_rank_that_is_alone_sends_nothing() -> None:
     assert measured(channel) == MessagePrice()
 
 
+@pytest.mark.parametrize("islands", [((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 1, 2), (3,))])
+def test_start_hops_and_bytes_are_told_apart(
+    islands: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow link carries few bytes at a time: the hops of their message are no price of bytes."""
+    truth = MessagePrice(start_s=1e-3, byte_s=7e-10, hop_s=4e-4)
+    levels = ProcessGroups.islands(islands) if len(islands) > 1 else ProcessGroups.flat(4)
+    sums = set[tuple[str, int]]()
+
+    def cost_s(pump: CommThread, made: Callable[[], Message], count: int) -> float:
+        one, channel = made(), pump.channel
+        if one.combine is Collective.SHUFFLE:
+            return truth.of(4)
+        sums.add((one.level, one.nbytes))
+        group = channel.levels.group(one.level, channel.rank)
+        sent = sum(sent_bytes(Collective.SUM, one.nbytes, 4, group, channel.rank).values())
+        # The bytes of a few numbers are not told from their hops.
+        return truth.of(sent if one.nbytes > 4096 else 1, 2 * (len(group) - 1))
+
+    def measure(channel: Channel) -> MessagePrice:
+        fast = {"island": LINK} if len(islands) > 1 else {}
+        links = Network(islands=islands, levels={"all": Link(latency_s=1e-4, bytes_per_s=1e6), **fast})
+        pump = CommThread(channel)
+        try:
+            return message_price(pump, links, torch.device("cpu"))
+        finally:
+            pump.close()
+
+    monkeypatch.setattr(autotune.message_price, "_beside_work", cost_s)
+    with ThreadPoolExecutor(4) as ranks:
+        found = list(ranks.map(measure, LocalChannel.world(4, levels, patience_s=30.0)))
+    assert found == [found[0]] * 4
+    assert (found[0].start_s, found[0].hop_s) == pytest.approx((truth.start_s, truth.hop_s), rel=1e-3)
+    assert found[0].byte_s == pytest.approx(truth.byte_s, rel=1e-2)
+    large = ("island", 1 << 20) if len(islands) > 1 else ("all", 20_000)
+    assert sums == {("all", 4096), large}, "bytes are measured where most of them go"
+
+
 def test_each_message_that_carries_something_has_its_price() -> None:
-    links = Network(islands=((0, 1),), levels={"all": LINK})
     traffic = (Traffic(Collective.SUM, 1000, 4), Traffic(Collective.GATHER, 0, 1))
-    messages, _ = priced(dict.fromkeys((0, 1), traffic), ProcessGroups.flat(2), links, MessagePrice(1e-3, 1e-6))
-    assert [one.start_s for one in messages] == pytest.approx([1e-3 + 4000e-6, 0.0])
+    price = MessagePrice(start_s=1e-3, byte_s=1e-6, hop_s=1e-4)
+    messages, _ = priced(dict.fromkeys((0, 1), traffic), ProcessGroups.flat(2), LINKS, price)
+    assert [one.start_s for one in messages] == pytest.approx([1e-3 + 1e-4 + 4000e-6, 0.0]), (
+        "an all-reduce has two hops"
+    )
 
 
 def cut(buckets: int, start_s: float, *, wire_s: float = 0.02, stolen: float = 1.0) -> StepMeasurements:

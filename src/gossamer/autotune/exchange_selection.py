@@ -375,8 +375,7 @@ class ExchangeSelector:
     def _priced(self, links: Network) -> MessagePrice:
         """Return the price of messages, measured once."""
         if self._price_of_messages is None:
-            link, device = links.levels["all"], self.engine.device
-            self._price_of_messages = message_price(self.pump, link, device)
+            self._price_of_messages = message_price(self.pump, links, self.engine.device)
         return self._price_of_messages
 
     def _profiled(self, step: int) -> tuple[ExchangeProfile, Rehearsal]:

@@ -5,7 +5,11 @@ thread computes, as in a backward pass. What the other threads of the process co
 thread adds up one vector, which torch never divides among threads of its own, as it does matrix products:
 
     start_s     of a message of one number to the next rank
-    byte_s      of a byte: a sum of up to a quarter of a million numbers, less that message
+    hop_s       of each further hop: a sum of a thousand numbers, less that message
+    byte_s      of a byte: a sum of up to a quarter of a million numbers, less its start and its hops
+
+Bytes are measured inside islands where there are some: the fast links carry most of them. Through a slow link few go at
+a time, and what little their hops take would be put down to them, a thousandfold where a bucket has megabytes.
 
 Processor time tells these apart in a second; the length of the loop does not (it varies by more than they are).
 """
@@ -19,39 +23,50 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gossamer.comm.channel import gathered
+from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, Rounds
-from gossamer.comm.meter import sent_bytes
+from gossamer.comm.meter import hop_count, sent_bytes
 from gossamer.plan.exchange import MessagePrice
-from gossamer.spec.network import Link
+from gossamer.spec.network import Network
 
 _READINGS = 3
 _MESSAGES, _LEAST = 32, 4  # of a reading
 _READING_S = 0.25  # what a reading takes, unless its least messages take longer
 _CARRIED_S = 0.02  # of the link: the bytes of a large message
 _LARGEST_BYTES = 1 << 20
+_FEW = 1 << 10  # numbers: each rank of a ring has some
 _SUMS, _SUMMED = 64, 1 << 14  # running sums of so many numbers between two messages
 
 
-def message_price(pump: CommThread, link: Link, device: torch.device) -> MessagePrice:
-    """Return the price of messages over `pump`, the largest of all ranks. `link`: between all ranks."""
+def message_price(pump: CommThread, links: Network, device: torch.device) -> MessagePrice:
+    """Return the price of messages over `pump`, the largest of all ranks."""
     channel = pump.channel
     if channel.levels.is_alone:
         return MessagePrice()
-    group = channel.levels.group("all", channel.rank)
-    large = int(min(_LARGEST_BYTES, link.bytes_per_s * _CARRIED_S)) // 4
+    group, level = channel.levels.group("all", channel.rank), _of_most_bytes(channel, links)
+    near = channel.levels.group(level, channel.rank)
+    large = max(_FEW, int(min(_LARGEST_BYTES, links.levels[level].bytes_per_s * _CARRIED_S)) // 4)
     made: tuple[Callable[[], Message], ...] = (
         lambda: _to_next(group, channel.rank, device),
-        lambda: Message((torch.zeros(max(1, large), device=device),), Collective.SUM),
+        lambda: Message((torch.zeros(_FEW, device=device),), Collective.SUM),
+        lambda: Message((torch.zeros(large, device=device),), Collective.SUM, level),
     )
     mine = [_beside_work(pump, one, _count(pump, one)) for one in made]
-    sent = sum(sent_bytes(Collective.SUM, 4 * large, 4, group, channel.rank).values())
-    start_s, large_s, moved = gathered(channel, [*mine, sent]).max(0).values.tolist()
-    start_s = max(
-        0.0, start_s
-    )  # a difference of two clocks may come out below zero where a message takes next to nothing
-    return MessagePrice(start_s=start_s, byte_s=max(0.0, large_s - start_s) / max(1, moved))
+    sent = sum(sent_bytes(Collective.SUM, 4 * large, 4, near, channel.rank).values())
+    hops = [float(hop_count(Collective.SUM, len(ranks))) for ranks in (group, near)]
+    start_s, few_s, large_s, moved, *most = gathered(channel, [*mine, sent, *hops]).max(0).values.tolist()
+    # Differences of two clocks may come out below zero where a message takes next to nothing.
+    start_s = max(0.0, start_s)
+    hop_s = max(0.0, few_s - start_s) / max(1.0, most[0] - 1)
+    byte_s = max(0.0, large_s - start_s - (most[1] - 1) * hop_s) / max(1, moved)
+    return MessagePrice(start_s, byte_s, hop_s)
+
+
+def _of_most_bytes(channel: Channel, links: Network) -> str:
+    """Return the level over which most bytes of a step go: that of islands, if there are such with several ranks."""
+    islands = channel.levels.groups.get("island", ())
+    return "island" if "island" in links.levels and any(len(one) > 1 for one in islands) else "all"
 
 
 def _to_next(group: tuple[int, ...], rank: int, device: torch.device) -> Message:

@@ -71,7 +71,7 @@ def probe(
         levels = survey.levels(islands, levels["all"])
     out, into = ways_of(survey.rates(), islands, slowest=overall.bytes_per_s) if is_small else ({}, {})
     uplinks, downlinks = (
-        {rank: Link(latency_s=levels["all"].latency_s, bytes_per_s=rate) for rank, rate in found.items()}
+        {rank: levels["all"].model_copy(update={"bytes_per_s": rate, "spread": 0.0}) for rank, rate in found.items()}
         for found in (out, into)
     )
     return Network(islands=islands, levels=levels, uplinks=uplinks, downlinks=downlinks)

@@ -19,6 +19,11 @@ from gossamer.comm.message import Collective, Message, is_late
 _SEGMENT_BYTES = 1 << 20  # gloo cuts a ring's chunks into segments of at most this size
 
 
+def hop_count(combine: Collective, ranks: int) -> int:
+    """Return the number of messages between two ranks of a group of `ranks` that wait for one another."""
+    return max(1, {Collective.SHUFFLE: 1, Collective.GATHER: ranks - 1}.get(combine, 2 * (ranks - 1)))
+
+
 def sent_bytes(
     combine: Collective, part_bytes: int, itemsize: int, group: tuple[int, ...], rank: int
 ) -> dict[int, int]:

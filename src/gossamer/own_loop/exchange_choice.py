@@ -78,7 +78,7 @@ class PassProfile:
         measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=knows)
         links = probe(pump.channel, seeks_islands=False)  # one group of ranks
         device = next(iter(params.values())).device
-        price = message_price(pump, links.levels["all"], device)
+        price = message_price(pump, links, device)
         facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=price)
         decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES)
         link = links.levels["all"]

@@ -80,7 +80,7 @@ def fractions(base: float, numel: int, paths: Paths) -> tuple[float, ...]:
     if whole <= 0 or not math.isfinite(end):
         return (base,) * max(1, len(paths.up))
     kept = [_within(end, p, whole, base) for p in paths.up]
-    return tuple(_squeezed(kept, base, [(end - p.latency_s) * p.bytes_per_s / numel for p in paths.down]))
+    return tuple(_squeezed(kept, base, [(end - p.hop_s) * p.bytes_per_s / numel for p in paths.down]))
 
 
 def sent(fraction: float) -> float:
@@ -89,7 +89,7 @@ def sent(fraction: float) -> float:
 
 
 def _within(end: float, link: Link, whole: int, base: float) -> float:
-    room = (end - link.latency_s) * link.bytes_per_s / whole  # bytes per number of the gradient
+    room = (end - link.hop_s) * link.bytes_per_s / whole  # bytes per number of the gradient
     return 1.0 if room >= DENSE_BYTES else max(base, room / KEPT_BYTES)
 
 

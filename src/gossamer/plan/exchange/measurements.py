@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer.comm.message import Collective, ProcessGroups, Traffic
-from gossamer.comm.meter import sent_bytes
+from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.comm.meter import hop_count, sent_bytes
 from gossamer.spec.errors import bad_input
 from gossamer.spec.network import Network
 from gossamer.spec.units import show_seconds
@@ -19,15 +19,16 @@ _NEAR = "island"  # the level whose messages do not cross the links between isla
 class MessagePrice:
     """What messages cost a rank's processors beside encoding: hand-offs between threads, and the transport's own work.
 
-    `start_s` of a message, `byte_s` more of each byte that a rank sends.
+    `start_s` of a message, `byte_s` more of each byte that a rank sends, `hop_s` more of each hop after the first.
     """
 
     start_s: float = 0.0
     byte_s: float = 0.0
+    hop_s: float = 0.0
 
-    def of(self, nbytes: int) -> float:
-        """Return the processor seconds of a message; of one that carries nothing, none."""
-        return self.start_s + self.byte_s * nbytes if nbytes else 0.0
+    def of(self, nbytes: int, hops: int = 1) -> float:
+        """Return the processor seconds of a message of which a rank sends `nbytes`; 0 of one that carries nothing."""
+        return self.start_s + (hops - 1) * self.hop_s + self.byte_s * nbytes if nbytes else 0.0
 
     def show(self) -> str:
         """Return the price of a message for the user."""
@@ -174,7 +175,8 @@ def priced(
         link = links.levels.get(one.level) or links.levels["all"]
         ranks = max(len(group) for group in levels.groups[one.level])
         latency_s, where = link.hop_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
-        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, _hops(one, ranks), price.of(most)))
+        hops = hop_count(one.combine, ranks)
+        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, hops, price.of(most, hops)))
         total = {rank: total[rank] + moved[rank][0] for rank in total}
     return tuple(found), max(total.values())
 
@@ -195,8 +197,3 @@ def _moved(one: Traffic, levels: ProcessGroups, rank: int) -> tuple[int, int]:
         return (sum(one.splits) - one.splits[me]) * one.itemsize, (sum(arriving) - arriving[me]) * one.itemsize
     sent = sum(sent_bytes(one.combine, one.nbytes, one.itemsize, group, rank).values())
     return sent, sent
-
-
-def _hops(one: Traffic, ranks: int) -> int:
-    """Return the number of messages between two ranks that wait for one another."""
-    return max(1, {Collective.SHUFFLE: 1, Collective.GATHER: ranks - 1}.get(one.combine, 2 * (ranks - 1)))
