@@ -30,7 +30,10 @@ FLOORS = (
 )
 TOP = len(FLOORS)  # api/verbs.py, cli/, settings/, __init__.py, ...: the only places that see every room
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-THIRD_PARTY = {"spec": {"pydantic", "tomli"}, "ops": {"torch", "triton"}}  # beside the standard library
+THIRD_PARTY = {
+    "spec": {"pydantic", "tomli"},
+    "ops": {"torch", "numpy", "triton", "llvmlite"},
+}  # beside the standard library
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "reduce_scatter", "scatter", "gather"),
     *("send", "recv", "isend", "irecv", "barrier", "monitored_barrier", "batch_isend_irecv", "P2POp"),

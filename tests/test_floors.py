@@ -36,7 +36,11 @@ PLANTED = {
     ),
     "the package from below": ("run/a.py", "from gossamer import __version__", "run (floor 7) imports gossamer"),
     "third party in spec": ("spec/a.py", "import numpy", "spec may import the standard library and pydantic"),
-    "third party in ops": ("ops/a.py", "import numpy as np", "ops may import the standard library and torch"),
+    "third party in ops": (
+        "ops/a.py",
+        "import scipy",
+        "ops may import the standard library and llvmlite, numpy, torch",
+    ),
     "a collective by name": (
         "run/a.py",
         "from torch.distributed import all_reduce",

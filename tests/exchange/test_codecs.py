@@ -12,12 +12,11 @@ from exchange import crew
 from gossamer import exchange as exchange_methods
 from gossamer.comm.random_key import Key
 from gossamer.exchange import codec
-from gossamer.exchange.codec.sign import _bits
 from gossamer.ops import bits
 from gossamer.ops.byte_planes import join, split
 from gossamer.ops.hadamard import GROUP, hadamard
 from gossamer.ops.low_precision import widen
-from gossamer.ops.quantize import dequantize, quantize
+from gossamer.ops.quantize import _signs, dequantize, quantize
 from gossamer.ops.rounding_noise import Noise
 from gossamer.spec.errors import BadInput
 
@@ -210,7 +209,7 @@ def test_sign_scale_and_measured_error() -> None:
 def test_sign_bits_are_the_same_with_and_without_numpy() -> None:
     x = gaussian(3, 77)
     below = torch.nn.functional.pad(x < 0, (0, 3)).view(torch.int8)
-    assert torch.equal(_bits(x), bits.pack(below, 1))
+    assert torch.equal(_signs(x), bits.pack(below, 1))
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])

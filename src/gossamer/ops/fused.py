@@ -1,9 +1,10 @@
 """The arithmetic of codecs, by kernels where the device has them, else by passes of torch: the one place that decides.
 
-A kernel (`ops.triton_codecs`) runs on CUDA tensors where triton is installed, as torch's CUDA builds have it, unless
-GOSSAMER_TRITON is 0. Before its first use on a device it encodes a few blocks of every kind of number and is compared
-with the passes (`ops.quantize`, `ops.low_precision`). If it gives other bits, or cannot be compiled, a warning says so
-and the passes are used. So the bytes do not depend on which of both ran, and ranks may differ in it.
+A kernel runs where the package that compiles it is installed, unless GOSSAMER_KERNELS is 0: on CUDA tensors triton
+(`ops.triton_codecs`), which torch's CUDA builds bring, on CPU tensors llvmlite (`ops.llvm_codecs`). Before its first
+use on a device it encodes a few blocks of every kind of number and is compared with the passes (`ops.quantize`,
+`ops.low_precision`). If it gives other bits, or cannot be compiled, a warning says so and the passes are used. So the
+bytes do not depend on which of both ran, and ranks may differ in it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,19 +25,42 @@ from torch import Tensor
 from gossamer.ops import low_precision
 from gossamer.ops import quantize as integer
 
-SWITCH = "GOSSAMER_TRITON"  # 0: passes of torch everywhere
-DEVICES = ("cuda",)  # types of devices that have kernels
+SWITCH = "GOSSAMER_KERNELS"  # 0: passes of torch everywhere
 _MOST_BLOCK = 8192  # numbers of a block that a kernel holds
 _TURN = threading.Lock()  # of threads that compile and compare: the first one does it for all
 _PASSES: dict[str, Callable[..., Any]] = {
     "quantize": integer.quantize,
     "dequantize": integer.dequantize,
     "add_dequantized": integer.add_dequantized,
-    "pack_signs": integer.pack_signs,
+    "encode_signs": integer.encode_signs,
     "narrow": low_precision.narrow,
     "widen": low_precision.widen,
     "bfloat16_losing": low_precision.bfloat16_losing,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The module of kernels for a type of devices, and the package that it imports."""
+
+    package: str
+    module: Callable[[], ModuleType]
+
+
+def _triton_codecs() -> ModuleType:
+    from gossamer.ops import triton_codecs
+
+    return triton_codecs
+
+
+def _llvm_codecs() -> ModuleType:
+    from gossamer.ops import llvm_codecs
+
+    return llvm_codecs
+
+
+TRITON, LLVM = Kernels("triton", _triton_codecs), Kernels("llvmlite", _llvm_codecs)
+DEVICES = {"cuda": TRITON, "cpu": LLVM}
 
 
 def quantize(
@@ -64,9 +89,9 @@ def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
     _chosen(_Kind("add_dequantized", block, bits), total, total)(total, levels, scales, block, bits)
 
 
-def pack_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
-    """Pack signs as `ops.quantize.pack_signs` does."""
-    _chosen(_Kind("pack_signs", block, loses=lost is not None), x, lost)(x, scales, out, block, lost)
+def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
+    """Take means and pack signs as `ops.quantize.encode_signs` does."""
+    _chosen(_Kind("encode_signs", block, loses=lost is not None), x, lost)(x, scales, out, block, lost)
 
 
 def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor, lost: Tensor | None = None) -> None:
@@ -87,6 +112,12 @@ def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
 def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
     """Convert as `ops.low_precision.bfloat16_losing` does."""
     _chosen(_Kind("bfloat16_losing", 16, loses=True), x, lost)(x, out, lost)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether kernels may run on a device, as far as is known without one."""
+    kernels = DEVICES.get(device.type)
+    return kernels is not None and os.environ.get(SWITCH) != "0" and find_spec(kernels.package) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +150,11 @@ def _is_rows(t: Tensor) -> bool:
 @cache
 def _compared(kind: _Kind, device: torch.device) -> Callable[..., Any] | None:
     """Return the kernel of an operation if there is one that gives the bits of the passes; it is compiled then."""
-    if find_spec("triton") is None:
+    kernels = DEVICES[device.type]
+    if find_spec(kernels.package) is None:
         return None
     try:
-        from gossamer.ops import triton_codecs
-
-        kernel: Callable[..., Any] = getattr(triton_codecs, kind.operation)
+        kernel: Callable[..., Any] = getattr(kernels.module(), kind.operation)
         passes = _PASSES[kind.operation]
         sizes = (3 * kind.block + 5, 16 * kind.block)  # with a short block, and of whole vectors
         is_same = all(
@@ -132,7 +162,9 @@ def _compared(kind: _Kind, device: torch.device) -> Callable[..., Any] | None:
             for numel in sizes
             for a, b in zip(_outcome(kind, kernel, numel, device), _outcome(kind, passes, numel, device), strict=True)
         )
-    except Exception as error:  # triton needs a C compiler and a known GPU, and has errors of its own for each
+    except NotImplementedError:  # this processor lacks what the kernel needs
+        return None
+    except Exception as error:  # triton needs a C compiler and a known GPU, LLVM a known CPU; each has its own errors
         _say(kind, device, f"cannot be used ({type(error).__name__}: {error})")
         return None
     if not is_same:
@@ -173,9 +205,9 @@ def _outcome(kind: _Kind, work: Callable[..., Any], numel: int, device: torch.de
         work(x, short, lost)
         return [short, *losses]
     codes = torch.zeros(2, nbytes, device=device, dtype=torch.int8 if kind.bits == 8 else torch.uint8)
-    if kind.operation == "pack_signs":
+    if kind.operation == "encode_signs":
         work(x, scales, codes, kind.block, lost)
-        return [codes, *losses]
+        return [codes, scales, *losses]
     codes.view(torch.uint8).copy_(torch.arange(2 * nbytes, device=device).view(2, nbytes) * 37 % 256)
     if kind.operation == "dequantize":
         return [work(codes, scales, kind.block, kind.bits, numel)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,19 +80,28 @@ def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
             target.addcmul_(here.copy_(codes), scale)
 
 
-def pack_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
+def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
     """Write one bit for each of x (..., numel) float32 to `out` (..., ceil(numel / 8)) uint8: whether it is below zero.
 
-    `scales` (..., ceil(numel / block)) has what stands for a magnitude; x less what `dequantize` gives with it is
+    `scales` (..., ceil(numel / block)) gets the mean magnitude of each block; x less what `dequantize` gives with it is
     written to `lost`, which may be x.
     """
-    rows, codes = as_rows(x), as_rows(out)
+    rows, room, means, codes = as_rows(x), scratch(x, block), as_rows(scales), as_rows(out)
     for cut in spans(rows, block):
-        for values, target in zip(cut.numbers(rows), cut.packed(codes, 1), strict=True):
-            below = (values.flatten(1) < 0).contiguous()
-            target.copy_(small.pack(torch.nn.functional.pad(below, (0, -below.shape[-1] % 8)).view(torch.int8), 1))
+        views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(means), cut.packed(codes, 1), strict=True)
+        for values, here, mean, target in views:
+            torch.mean(torch.abs(values, out=here), -1, out=mean)
+            target.copy_(_signs(values.flatten(1)))  # while the numbers are in the cache
     if lost is not None:
         torch.sub(x, dequantize(out, scales, block, bits=1, numel=x.shape[-1]), out=lost)
+
+
+def mean_magnitudes(x: Tensor, out: Tensor, block: int) -> None:
+    """Write the mean magnitude of each block of x (..., numel) float32 to `out` (..., ceil(numel / block))."""
+    rows, room, means = as_rows(x), scratch(x, block), as_rows(out)
+    for cut in spans(rows, block):
+        for values, here, mean in zip(cut.numbers(rows), cut.scratch(room), cut.blocks(means), strict=True):
+            torch.mean(torch.abs(values, out=here), -1, out=mean)
 
 
 def largest(values: Tensor) -> Tensor:
@@ -147,6 +157,14 @@ def _steps(
     if noise is not None:
         noise.add_to(steps)
     steps.round_()
+
+
+def _signs(values: Tensor) -> Tensor:
+    """Return whether each of values (rows, n) is below zero, as (rows, ceil(n / 8)) uint8."""
+    if values.device.type == "cpu":  # numpy packs bits twice as fast as any way through torch
+        return torch.from_numpy(np.packbits(np.less(values.numpy(), 0), axis=-1, bitorder="little"))
+    below = (values < 0).contiguous()
+    return small.pack(torch.nn.functional.pad(below, (0, -below.shape[-1] % 8)).view(torch.int8), 1)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gossamer.ops import triton_kernels as kernels
 from gossamer.ops.blocks import as_rows, span_size, spans
-from gossamer.ops.quantize import SMALLEST
+from gossamer.ops.quantize import SMALLEST, mean_magnitudes
 from gossamer.ops.rounding_noise import Noise
 
 _TILE = 4096  # numbers of a program, where blocks are shorter: at least as many as it has threads
@@ -138,8 +138,9 @@ def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
         )
 
 
-def pack_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
-    """Do what `ops.quantize.pack_signs` does."""
+def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
+    """Do what `ops.quantize.encode_signs` does."""
+    mean_magnitudes(x, scales, block)
     rows, scales, out = _dense(x), as_rows(scales), as_rows(out)
     count, numel = rows.shape
     if not rows.numel():

@@ -16,17 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.comm.random_key import Key
 from gossamer.exchange.codec import Codec, CodecTraits
-from gossamer.ops.blocks import as_rows, empty_message, part, scratch, spans
-from gossamer.ops.fused import add_dequantized, dequantize, pack_signs
+from gossamer.ops.blocks import empty_message, part
+from gossamer.ops.fused import add_dequantized, dequantize, encode_signs
 from gossamer.spec.errors import bad_input
-
-_NUMPY = ("cpu",)  # where numpy packs bits: twice as fast as any way through torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +48,14 @@ class Sign(Codec):
         return 4 * -(-numel // self.block_size) + -(-numel // 32) * 4
 
     def encode(self, x: Tensor, key: Key) -> Tensor:
-        return self._encoded(x, key, None)
+        return self._encoded(x, None)
 
     def encode_losing(self, x: Tensor, key: Key, lost: Tensor) -> Tensor:
-        return self._encoded(x, key, lost)
+        return self._encoded(x, lost)
 
-    def _encoded(self, x: Tensor, key: Key, lost: Tensor | None) -> Tensor:
+    def _encoded(self, x: Tensor, lost: Tensor | None) -> Tensor:
         out = empty_message(x, self.nbytes(x.shape[-1]))
-        scales, codes = (as_rows(part) for part in self._parts(out, x.shape[-1]))
-        rows, room = as_rows(x), scratch(x, self.block_size)
-        here_packs = x.device.type in _NUMPY
-        for cut in spans(rows, self.block_size):
-            views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(scales), cut.packed(codes, 1), strict=True)
-            for values, here, scale, target in views:
-                torch.mean(torch.abs(values, out=here), -1, out=scale)
-                if here_packs:  # while the numbers are in the cache
-                    target.copy_(_bits(values.flatten(1)))
-        if not here_packs:
-            pack_signs(x, *self._parts(out, x.shape[-1]), self.block_size, lost)
-        elif lost is not None:
-            torch.sub(x, self.decode(out, x.shape[-1], key), out=lost)
+        encode_signs(x, *self._parts(out, x.shape[-1]), self.block_size, lost)
         return out
 
     def decode(self, message: Tensor, numel: int, key: Key) -> Tensor:
@@ -84,8 +69,3 @@ class Sign(Codec):
     def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         blocks = -(-numel // self.block_size)
         return part(message, 0, blocks, torch.float32), part(message, 4 * blocks, -(-numel // 8), torch.uint8)
-
-
-def _bits(values: Tensor) -> Tensor:
-    """values (rows, n) below zero, (rows, ceil(n / 8)) uint8."""
-    return torch.from_numpy(np.packbits(np.less(values.numpy(), 0), axis=-1, bitorder="little"))
