@@ -16,7 +16,7 @@ from gossamer.comm.link_timing import LARGEST_BYTES, PEERS, Pattern, Reading, ev
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 
-FAST = Link(latency_s=1e-4, bytes_per_s=1e9, hop_s=3e-4)
+FAST = Link(latency_s=1e-4, bytes_per_s=1e9, hop_s=1.5e-4)
 SLOW = Link(latency_s=2e-2, bytes_per_s=5e6, hop_s=4e-2)  # as over gloo
 
 
@@ -105,7 +105,13 @@ def test_every_level_has_its_own_latency_and_bandwidth(on, ranks: int) -> None:
     assert island.bytes_per_s == pytest.approx(1e9) and between.bytes_per_s == pytest.approx(5e6)
     assert found[0].levels["all"].latency_s == pytest.approx(2e-2), "messages between all wait for the line"
     hops = {level: link.hop_s for level, link in found[0].levels.items()}
-    assert hops == pytest.approx({"island": 3e-4, "between": 4e-2, "all": 4e-2})
+    assert hops == pytest.approx({"island": 1.5e-4, "between": 4e-2, "all": 4e-2})
+
+
+def test_a_hop_takes_a_round_trip_at_most(on) -> None:
+    """What it takes longer is busy processors'."""
+    busy = Link(latency_s=1e-3, bytes_per_s=1e7, hop_s=9e-3)
+    assert [one.levels["all"].hop_s for one in on(2, Links(lambda a, b: busy), probe)] == pytest.approx([2e-3] * 2)
 
 
 @pytest.mark.parametrize(("ranks", "known"), [(20, False), pytest.param(36, True, marks=pytest.mark.nightly)])

@@ -199,7 +199,8 @@ def _next_of(channel: Channel, ring: Sequence[int]) -> Pattern:
 
 
 def _link(latency_s: float, reading: Reading) -> Link:
-    hop_s = max(latency_s, reading.hop_s)
+    # At most a round trip: beyond, busy processors took it, and what messages take of those is measured by itself.
+    hop_s = min(max(latency_s, reading.hop_s), 2 * latency_s)
     return Link(latency_s=latency_s, bytes_per_s=reading.bytes_per_s, spread=reading.spread, hop_s=hop_s)
 
 
