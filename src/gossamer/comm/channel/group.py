@@ -8,7 +8,7 @@ the channel refuses every message after the first failure, and keeps the buffers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -163,6 +163,8 @@ class _Under(Pending):
 
 _WHERE_IT_WAS_BUILT = re.compile(r"^\[[^\]]*:\d+\]\s*")  # gloo begins with a line of its own sources
 _REDUCTIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.OR: dist.ReduceOp.BOR}
+_BY_HAND = 64  # ranks up to which a shuffle is started from Python, a call for each peer
+_UNEVEN, _EVEN = 0, 1  # tags: uneven messages have an order of their own between two ranks
 _Begin = Callable[[dist.ProcessGroup, int], list[dist.Work]]
 
 
@@ -175,11 +177,37 @@ def _prepared(message: Message, group: tuple[int, ...], rank: int) -> tuple[tupl
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCTIONS[message.combine]
         return sent, lambda group, i: [group.allreduce([sent[i]], options)]
+    me, ranks = group.index(rank), len(group)
     if message.combine is Collective.GATHER:
-        stacked = tuple(torch.empty((len(group), *p.shape), dtype=p.dtype, device=p.device) for p in sent)
-        return stacked, lambda group, i: [group.allgather([list(stacked[i].unbind(0))], [sent[i]])]
+        stacked = tuple(torch.empty((ranks, *p.shape), dtype=p.dtype, device=p.device) for p in sent)
+
+        def gather(group: dist.ProcessGroup, i: int) -> list[dist.Work]:
+            if ranks == 2 and not sent[i].is_cuda:  # a ring of more ranks crosses the links of islands less often
+                return _between(group, [sent[i]] * ranks, list(stacked[i].unbind(0)), me)
+            return [group.allgather([list(stacked[i].unbind(0))], [sent[i]])]
+
+        return stacked, gather
     shuffled = tuple(torch.empty_like(p) for p in sent)
-    return shuffled, lambda group, i: [group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())]
+
+    def shuffle(group: dist.ProcessGroup, i: int) -> list[dist.Work]:
+        if ranks <= _BY_HAND and not sent[i].is_cuda:
+            return _between(group, sent[i].tensor_split(ranks), shuffled[i].tensor_split(ranks), me)
+        return [group.alltoall_base(shuffled[i], sent[i], [], [], dist.AllToAllOptions())]
+
+    return shuffled, shuffle
+
+
+def _between(
+    group: dist.ProcessGroup, mine: Sequence[Tensor], theirs: Sequence[Tensor], me: int, tag: int = _EVEN
+) -> list[dist.Work]:
+    """Send mine[k] to rank k and receive theirs[k] from it, where they are not empty; keep mine[me].
+
+    All receives begin before any send. Gloo sends what a peer has asked for, and a request that is written after a
+    rank's own bytes arrives after them: then the two directions of a slow link take turns, in twice the time.
+    """
+    theirs[me].copy_(mine[me])
+    works = [group.recv([part], peer, tag) for peer, part in enumerate(theirs) if peer != me and part.numel()]
+    return works + [group.send([part], peer, tag) for peer, part in enumerate(mine) if peer != me and part.numel()]
 
 
 def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[Tensor, ...], _Begin]:
@@ -191,9 +219,7 @@ def _uneven(message: Message, sent: tuple[Tensor, ...], me: int) -> tuple[tuple[
         if sent[i].is_cuda:  # NCCL pairs sends with receives only inside one call
             return [group.alltoall_base(got[i], sent[i], list(arriving), list(splits), dist.AllToAllOptions())]
         theirs, mine = torch.split(got[i], list(arriving)), torch.split(sent[i], list(splits))
-        theirs[me].copy_(mine[me])
-        works = [group.recv([part], peer, 0) for peer, part in enumerate(theirs) if peer != me and part.numel()]
-        return works + [group.send([part], peer, 0) for peer, part in enumerate(mine) if peer != me and part.numel()]
+        return _between(group, mine, theirs, me, _UNEVEN)
 
     return got, begin
 
