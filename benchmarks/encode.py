@@ -14,7 +14,7 @@ encoding alone, numpy or torch on another core, same number of numbers.
 
 With --against the codecs alone, beside those of another commit, in processes that take turns; under `against` in the
 record, the rest of which stays. floor_ms: a plain copy in the same processes that reads and writes as many bytes as the
-codec does.
+codec does. kernels: what compiles kernels for codecs (extra `kernels`), empty where passes of torch encode.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib.metadata import version
 from statistics import median
 from typing import Any
 
@@ -39,6 +40,7 @@ from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ExchangeContext, ProcessGroups
 from gossamer.comm.random_key import Key
 from gossamer.exchange import codec
+from gossamer.ops import fused
 from gossamer.run.allocator import keep_freed_memory
 from gossamer.spec.errors import BadInput
 from result import publish, publish_part, recorded
@@ -86,7 +88,7 @@ def main() -> None:
         only = set(asked.only.split(",")) - {""}
         beside = encode_against.compare(asked.against, asked.numel, asked.repeats, asked.seconds, only)
         encode_against.table(beside)
-        publish_part("encode", "against", beside)
+        publish_part("encode", "against", {"kernels": kernels_on(torch.device("cpu")), **beside})
         return
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run does
@@ -99,9 +101,17 @@ def main() -> None:
     measure(rows, asked.repeats)
     figures = [finished(row) for row, _ in rows]
     table(figures)
-    setting = {"numel": asked.numel, "device": asked.device, "repeats": asked.repeats}
+    setting = {"numel": asked.numel, "device": asked.device, "repeats": asked.repeats, "kernels": kernels_on(device)}
     kept = {key: value for key, value in recorded("encode").items() if key == "against"}
     publish("encode", {**setting, "load_average": os.getloadavg()[0], "rows": figures, **kept})
+
+
+def kernels_on(device: torch.device) -> str:
+    """The package that compiles kernels of codecs on a device, with its version; "" where passes of torch encode."""
+    if not fused.has_kernels(device):
+        return ""
+    package = fused.DEVICES[device.type].package
+    return f"{package} {version(package)}"
 
 
 def wanted(room: Any, more: dict[str, Any], only: set[str]) -> dict[str, Any]:

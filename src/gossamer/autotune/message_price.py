@@ -54,12 +54,13 @@ def message_price(pump: CommThread, links: Network, device: torch.device) -> Mes
     )
     mine = [_beside_work(pump, one, _count(pump, one)) for one in made]
     sent = sum(sent_bytes(Collective.SUM, 4 * large, 4, near, channel.rank).values())
-    hops = [float(hop_count(Collective.SUM, len(ranks))) for ranks in (group, near)]
-    start_s, few_s, large_s, moved, *most = gathered(channel, [*mine, sent, *hops]).max(0).values.tolist()
+    hops = [hop_count(Collective.SUM, len(ranks)) - 1 for ranks in (group, near)]  # after the first
+    rows = gathered(channel, [*mine, sent, *hops])
+    start_s, few_s, large_s, moved, hops_of_few, hops_of_large = rows.max(0).values.tolist()
     # Differences of two clocks may come out below zero where a message takes next to nothing.
     start_s = max(0.0, start_s)
-    hop_s = max(0.0, few_s - start_s) / max(1.0, most[0] - 1)
-    byte_s = max(0.0, large_s - start_s - (most[1] - 1) * hop_s) / max(1, moved)
+    hop_s = max(0.0, few_s - start_s) / max(1.0, hops_of_few)
+    byte_s = max(0.0, large_s - start_s - hops_of_large * hop_s) / max(1.0, moved)
     return MessagePrice(start_s, byte_s, hop_s)
 
 

@@ -77,6 +77,12 @@ def as_rows(t: Tensor) -> Tensor:
     return t.unsqueeze(0) if t.dim() == 1 else t.flatten(0, -2)
 
 
+def dense_rows(t: Tensor) -> Tensor:
+    """Return t as (rows, numel) with neighbors side by side; a copy where they are not."""
+    rows = as_rows(t)
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
 def scratch(x: Tensor, block: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a buffer for the numbers of one span of x; reuse it, as fresh memory costs more than the arithmetic."""
     return torch.empty(span_size(x, block), dtype=dtype, device=x.device)

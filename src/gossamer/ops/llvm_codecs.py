@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.ops import llvm_kernels as kernels
-from gossamer.ops.blocks import as_rows, span_size, spans
+from gossamer.ops.blocks import as_rows, dense_rows, span_size, spans
 from gossamer.ops.llvm_code import Kernel
 from gossamer.ops.quantize import mean_magnitudes
 from gossamer.ops.rounding_noise import Noise
@@ -33,7 +33,7 @@ def quantize(
     lost: Tensor | None = None,
 ) -> None:
     """Do what `ops.quantize.quantize` does."""
-    rows, scales, out = _dense(x), as_rows(scales), as_rows(out)
+    rows, scales, out = dense_rows(x), as_rows(scales), as_rows(out)
     losses = [] if lost is None else [as_rows(lost)]
     kernel = kernels.quantize(bits, lost is not None, generator is not None)
     if generator is None:
@@ -57,14 +57,14 @@ def dequantize(levels: Tensor, scales: Tensor, block: int, bits: int = 8, numel:
         kernels.dequantize(bits, False, _is_large(out, block)),
         numel,
         block,
-        [_dense(levels), _dense(scales), as_rows(out)],
+        [dense_rows(levels), dense_rows(scales), as_rows(out)],
     )
     return out
 
 
 def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, bits: int = 8) -> None:
     """Do what `ops.quantize.add_dequantized` does."""
-    tensors = [_dense(levels), _dense(scales), as_rows(total)]
+    tensors = [dense_rows(levels), dense_rows(scales), as_rows(total)]
     _run(kernels.dequantize(bits, True), total.shape[-1], block, tensors)
 
 
@@ -77,7 +77,7 @@ def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tenso
     if not takes_means:
         mean_magnitudes(x, scales, block)
     losses = [] if lost is None else [as_rows(lost)]
-    tensors = [_dense(x), as_rows(scales), as_rows(out), *losses]
+    tensors = [dense_rows(x), as_rows(scales), as_rows(out), *losses]
     _run(kernels.encode_signs(takes_means, lost is not None), x.shape[-1], block, tensors)
 
 
@@ -85,7 +85,7 @@ def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor, lost: T
     """Do what `ops.low_precision.narrow` does to float16."""
     _check_half()
     losses = [] if lost is None else [as_rows(lost)]
-    tensors = [_dense(x), as_rows(scales), as_rows(out), *losses]
+    tensors = [dense_rows(x), as_rows(scales), as_rows(out), *losses]
     _run(kernels.narrow(lost is not None), x.shape[-1], block, tensors, 2.0**top, 2.0**-top, 2.0 ** (top - 127))
 
 
@@ -93,14 +93,19 @@ def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
     """Do what `ops.low_precision.widen` does, for float16."""
     _check_half()
     out = torch.empty(values.shape, dtype=torch.float32)
-    _run(kernels.widen(_is_large(out, block)), values.shape[-1], block, [_dense(values), _dense(scales), as_rows(out)])
+    _run(
+        kernels.widen(_is_large(out, block)),
+        values.shape[-1],
+        block,
+        [dense_rows(values), dense_rows(scales), as_rows(out)],
+    )
     return out
 
 
 def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
     """Do what `ops.low_precision.bfloat16_losing` does."""
     numel = x.shape[-1]
-    _run(kernels.bfloat16_losing(), numel, max(1, numel), [_dense(x), as_rows(out), as_rows(lost)])
+    _run(kernels.bfloat16_losing(), numel, max(1, numel), [dense_rows(x), as_rows(out), as_rows(lost)])
 
 
 def _is_large(out: Tensor, block: int) -> bool:
@@ -112,12 +117,6 @@ def _is_large(out: Tensor, block: int) -> bool:
 def _check_half() -> None:
     if not kernels.has_half():
         raise NotImplementedError("this processor does not convert float16")
-
-
-def _dense(t: Tensor) -> Tensor:
-    """Return t as (rows, numel) with neighbors side by side; a copy where they are not."""
-    rows = as_rows(t)
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _run(kernel: Kernel, numel: int, block: int, tensors: list[Tensor], *numbers: float) -> None:

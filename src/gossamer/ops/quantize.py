@@ -90,7 +90,7 @@ def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tenso
     for cut in spans(rows, block):
         views = zip(cut.numbers(rows), cut.scratch(room), cut.blocks(means), cut.packed(codes, 1), strict=True)
         for values, here, mean, target in views:
-            torch.mean(torch.abs(values, out=here), -1, out=mean)
+            _mean_magnitude(values, here, mean)
             target.copy_(_signs(values.flatten(1)))  # while the numbers are in the cache
     if lost is not None:
         torch.sub(x, dequantize(out, scales, block, bits=1, numel=x.shape[-1]), out=lost)
@@ -101,7 +101,7 @@ def mean_magnitudes(x: Tensor, out: Tensor, block: int) -> None:
     rows, room, means = as_rows(x), scratch(x, block), as_rows(out)
     for cut in spans(rows, block):
         for values, here, mean in zip(cut.numbers(rows), cut.scratch(room), cut.blocks(means), strict=True):
-            torch.mean(torch.abs(values, out=here), -1, out=mean)
+            _mean_magnitude(values, here, mean)
 
 
 def largest(values: Tensor) -> Tensor:
@@ -157,6 +157,10 @@ def _steps(
     if noise is not None:
         noise.add_to(steps)
     steps.round_()
+
+
+def _mean_magnitude(values: Tensor, room: Tensor, out: Tensor) -> None:
+    torch.mean(torch.abs(values, out=room), -1, out=out)
 
 
 def _signs(values: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from gossamer.ops import triton_kernels as kernels
-from gossamer.ops.blocks import as_rows, span_size, spans
+from gossamer.ops.blocks import as_rows, dense_rows, span_size, spans
 from gossamer.ops.quantize import SMALLEST, mean_magnitudes
 from gossamer.ops.rounding_noise import Noise
 
@@ -42,7 +42,7 @@ def quantize(
     lost: Tensor | None = None,
 ) -> None:
     """Do what `ops.quantize.quantize` does, for blocks that one program can hold."""
-    rows, scales, out = _dense(x), as_rows(scales), as_rows(out)
+    rows, scales, out = dense_rows(x), as_rows(scales), as_rows(out)
     count, numel = rows.shape
     if not rows.numel():
         return
@@ -81,7 +81,7 @@ def add_dequantized(total: Tensor, levels: Tensor, scales: Tensor, block: int, b
 
 def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor, lost: Tensor | None = None) -> None:
     """Do what `ops.low_precision.narrow` does to float16, for blocks that one program can hold."""
-    rows, scales, out = _dense(x), as_rows(scales), as_rows(out)
+    rows, scales, out = dense_rows(x), as_rows(scales), as_rows(out)
     count, numel = rows.shape
     if not rows.numel():
         return
@@ -105,7 +105,7 @@ def narrow(x: Tensor, block: int, top: int, scales: Tensor, out: Tensor, lost: T
 def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
     """Do what `ops.low_precision.widen` does, for float16."""
     out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    rows, scales, target = _dense(values), as_rows(scales), as_rows(out)
+    rows, scales, target = dense_rows(values), as_rows(scales), as_rows(out)
     count, numel = rows.shape
     if not rows.numel():
         return out
@@ -124,7 +124,7 @@ def widen(values: Tensor, scales: Tensor, block: int) -> Tensor:
 
 def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
     """Do what `ops.low_precision.bfloat16_losing` does."""
-    rows, coded, rest = _dense(x), as_rows(out), as_rows(lost)
+    rows, coded, rest = dense_rows(x), as_rows(out), as_rows(lost)
     count, numel = rows.shape
     if not rows.numel():
         return
@@ -141,7 +141,7 @@ def bfloat16_losing(x: Tensor, out: Tensor, lost: Tensor) -> None:
 def encode_signs(x: Tensor, scales: Tensor, out: Tensor, block: int, lost: Tensor | None = None) -> None:
     """Do what `ops.quantize.encode_signs` does."""
     mean_magnitudes(x, scales, block)
-    rows, scales, out = _dense(x), as_rows(scales), as_rows(out)
+    rows, scales, out = dense_rows(x), as_rows(scales), as_rows(out)
     count, numel = rows.shape
     if not rows.numel():
         return
@@ -175,12 +175,6 @@ def _dequantized(out: Tensor, levels: Tensor, scales: Tensor, block: int, bits: 
             ALIGNED=_aligned(numel, rows, levels),
             **_LAUNCH,
         )
-
-
-def _dense(t: Tensor) -> Tensor:
-    """Return t as (rows, numel) with neighbors side by side; a copy where they are not."""
-    rows = as_rows(t)
-    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def _shape(block: int) -> tuple[int, int]:
