@@ -289,6 +289,18 @@ class Trials:
         return StepTimes.forecast(Calibration(encode=self.encode).applied(cut), picked)
 
 
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_a_forecast_is_of_the_whole_step(world, sharding: str) -> None:
+    """Ranks agree on it in a hop after its gradients, and what others have updated is waited for."""
+    exchanger, here = world([FLAT_SLOW], sharding=sharding)
+    told = exchanger.settle(automatic=True, hosts=2).forecast
+    assert told.update_s == SLOW.hop_s
+    assert told.step_s == pytest.approx(told.compute_s + told.exposed_s + told.update_s)
+    rows_s = sum(p.nbytes for p in here.params.values()) * 3 / 4 / SLOW.bytes_per_s if sharding == "zero1" else 0.0
+    alone_s = exchanger._decision.forecast.exposed_s
+    assert told.exposed_s - alone_s == pytest.approx(rows_s, rel=0.05) and alone_s > 0
+
+
 @pytest.mark.parametrize("encode", [1.0, 30.0])
 def test_a_choice_is_tried_before_training(world, encode: float) -> None:
     """Where steps take what was forecast, it stays; else the measurements are corrected and another one is tried."""

@@ -19,11 +19,13 @@ from gossamer.autotune.message_price import message_price
 from gossamer.autotune.owed_residuals import owing_under, with_owed
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
+from gossamer.autotune.step_remainder import StepRemainder
 from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
 from gossamer.comm.message import ProcessGroups
+from gossamer.optimizer import Optimizer
 from gossamer.plan import price_of
 from gossamer.plan.exchange import (
     CANDIDATES,
@@ -61,6 +63,7 @@ class SelectionSettings:
     second_moments: bool = False  # whether the optimizer has second moments that islands can average
     policy: Policy | None = None  # for the exchange between islands in local-update training
     walk: UnshardOrder | None = None  # where parameters are sharded
+    optimizer: Optimizer | None = None  # None: updates are not forecast
     trials: TrialSteps | None = None  # None: choices are not tried before training
 
 
@@ -78,6 +81,7 @@ class ExchangeSelector:
     _basis: ChoiceBasis | None = None  # of the decision
     _decision: Decision | None = None
     _price_of_messages: MessagePrice | None = None
+    _remainder: StepRemainder | None = None
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
@@ -158,7 +162,8 @@ class ExchangeSelector:
         if (loop := self.methods.sync.loop) is not None and chosen.forecast is not None:
             apart = self._local_updates()
             apart.part_into(islands)
-            apart.price(loop, step_s=chosen.forecast.step_s, exposed_s=chosen.forecast.exposed_s)
+            update_s, line = self._remainder.update_s if self._remainder else 0.0, chosen.forecast
+            apart.price(loop, step_s=line.step_s + update_s, exposed_s=line.exposed_s, update_s=update_s)
             self.plan = apart.plan
 
     def _local_updates(self) -> LocalUpdates:
@@ -356,8 +361,16 @@ class ExchangeSelector:
         assert self._basis is not None
         self._decision = decision
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = self._basis.planned(self.plan, decision, self._price(decision.written))
+        self.plan = self._basis.planned(self.plan, decision, self._beside(decision, self._basis))
         return decision
+
+    def _beside(self, decision: Decision, basis: ChoiceBasis) -> Cost:
+        """Return the bytes of a step, and the seconds that it takes whatever its gradients' exchange is."""
+        assert self._remainder is not None
+        methods, compute_s = self.methods.under(exchange=decision.written), decision.forecast.compute_s
+        rest = self._remainder.cost(methods, self.pump.channel, basis.links, price=basis.price, compute_s=compute_s)
+        taken = {"exposed_s": rest.exposed_s, "update_s": rest.update_s}
+        return self._price(decision.written).model_copy(update=taken)
 
     @property
     def _largest_bytes(self) -> int:
@@ -383,6 +396,14 @@ class ExchangeSelector:
         if self._basis is not None and self._basis.profile.knows:
             return self._basis.profile, self._basis.rehearsal
         params = trainable(self.engine.module)
+        self._remainder = StepRemainder.measured(
+            params,
+            self.run.optimizer,
+            self.methods.sharding,
+            self.run.walk,
+            channel=self.pump.channel,
+            device=self.engine.device,
+        )
         timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
         return ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick), rehearsal
 

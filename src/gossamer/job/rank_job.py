@@ -308,6 +308,7 @@ def _exchanger(
             steps=config.train.steps,
             second_moments=CommonAdamW.serves(methods.optimizer),
             policy=inter_island_policy(methods),
+            optimizer=methods.optimizer,
             walk=walk if job.parts.cut is None else None,  # bytes between stages are known since the cuts are
             trials=TrialSteps(parts=job.parts, engine=engine, feed=feed, pump=pump, at=job.at),
         ),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gossamer.comm.message import ProcessGroups
+from gossamer.plan._gather_wait import gather_wait_seconds
 from gossamer.plan._sharding_groups import ShardingPlace, least_wait, places_of_states
 from gossamer.plan._stage_traffic import Border, Staged, price_of_stages
 from gossamer.plan._traffic import (
@@ -121,6 +122,7 @@ __all__ = [
     "Request",
     "Staged",
     "build",
+    "gather_wait_seconds",
     "least_wait",
     "names",
     "places_of_states",

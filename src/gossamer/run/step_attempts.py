@@ -50,7 +50,9 @@ class StepAttempts:
         self.replica.begin(window)
         task = Task(window=window, pieces=pieces, weights=weights)
         attempt = self.descent.attempt(task)
-        self.replica.timing.exposed_s += self.states.waited_s()
+        waited_s = self.states.waited_s()  # in the midst of forward and backward
+        self.replica.timing.exposed_s += waited_s
+        attempt = replace(attempt, compute_s=max(0.0, attempt.compute_s - waited_s))
         self.around.at(step, "agree")
         return task, attempt, self.replica.agree(replace(attempt.vote, ask=int(self.around.asked_to_stop())))
 

@@ -28,7 +28,7 @@ from gossamer.sharding._tiered_parameters import smallest_device
 from gossamer.sharding._tiered_states import TieredStates, closing_order, smallest_host
 from gossamer.sharding._tile_reader import largest_tile
 from gossamer.sharding._tiled_weight import TiledWeight
-from gossamer.sharding._unshard_order import LEVEL, UnshardOrder
+from gossamer.sharding._unshard_order import LEVEL, UnshardOrder, UnshardUnit, unit_traffic
 from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
@@ -55,6 +55,7 @@ __all__ = [
     "TieredStates",
     "TiledWeight",
     "UnshardOrder",
+    "UnshardUnit",
     "UpdateListener",
     "UpdateProgress",
     "UpdateTerms",
@@ -74,6 +75,7 @@ __all__ = [
     "smallest_host",
     "tier_path",
     "trace_access",
+    "unit_traffic",
 ]
 
 

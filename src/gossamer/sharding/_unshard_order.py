@@ -39,6 +39,15 @@ class UnshardUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitVisit:
+    """The forward or backward pass of the unit `index`; `gathered`: the units that it begins to gather, in order."""
+
+    index: int
+    is_forward: bool
+    gathered: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UnshardOrder:
     """The order in which the units of a model are unsharded.
 
@@ -87,10 +96,15 @@ class UnshardOrder:
     def gathers(self, microbatches: int) -> Iterator[UnshardUnit]:
         """Yield the units that a step gathers, in order."""
         yield self.always
+        for visit in self.visits(microbatches):
+            yield from (self.units[i] for i in visit.gathered)
+
+    def visits(self, microbatches: int) -> Iterator[UnitVisit]:
+        """Yield what a step runs, in order, with the units whose gather begins before each."""
         there: tuple[int, ...] = ()
         for index, is_forward in [step for _ in range(microbatches) for step in self._there_and_back()]:
             wanted = window(index, len(self.units), is_forward=is_forward)
-            yield from (self.units[i] for i in wanted if i not in there)
+            yield UnitVisit(index, is_forward, tuple(i for i in wanted if i not in there))
             there = wanted
 
     def _there_and_back(self) -> list[tuple[int, bool]]:
@@ -100,8 +114,13 @@ class UnshardOrder:
     def traffic(self, deal: RowPartition, rank: int, microbatches: int) -> Iterator[Traffic]:
         """Yield the messages of a step's all-gathers, for parameters sharded by `deal`."""
         for unit in self.gathers(microbatches):
-            for layout in unit.layouts:
-                yield from collecting(deal, rank, longest_message_numel(layout, deal, rank), layout.dtype.itemsize)
+            yield from unit_traffic(unit, deal, rank)
+
+
+def unit_traffic(unit: UnshardUnit, deal: RowPartition, rank: int) -> Iterator[Traffic]:
+    """Yield the messages that gather a unit once, for parameters sharded by `deal`."""
+    for layout in unit.layouts:
+        yield from collecting(deal, rank, longest_message_numel(layout, deal, rank), layout.dtype.itemsize)
 
 
 def window(index: int, units: int, *, is_forward: bool) -> tuple[int, ...]:

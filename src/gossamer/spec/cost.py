@@ -15,6 +15,7 @@ class Cost(BaseModel):
     exposed_s: float = 0.0  # what messages and their encoding add to a step
     unhidden_s: float = 0.0  # the part of it that no order of messages hides
     bubble_s: float = 0.0  # of a rank, waiting for the work of others
+    update_s: float = 0.0  # after the gradients: the ranks' agreement on the step, and the optimizer's update
     step_s: float = 0.0
     peak_bytes: tuple[int, ...] = ()
     state_bytes: tuple[int, ...] = ()  # parameters, gradients, states of optimizer and outer loop, between steps
