@@ -13,6 +13,8 @@ target loss are the product. What was measured is kept in the user's cache, and 
     --islands 2x2 --between 10mbit   islands instead of one switch (sets the hosts)
     --delay 10                       besides, every method at --delay-rate with so many ms one way (first of --hosts)
     --exchange NAME=YAML             an exchange of one's own as a row: --exchange 'mine={two_shot: int8}'
+    --turns 8                        on a machine whose speed varies: all programs train at once and take turns of four
+                                     steps, so that each has its share of every minute; takes the memory of all of them
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from links import setting, venvs
+from links import interleaved, setting, venvs
 from links.keep import Kept
-from links.method import chosen
+from links.method import Method, chosen
 from links.rounds import UNSHAPED, Link
 from links.rows import denominators, rows_of, subject, with_losses
 from links.studies import Budget, Subject, losses
-from links.sweep import Pace, run, turns
+from links.sweep import Pace, Turn, run, turns
 from links.table import show
 from result import commit, publish
 
@@ -45,8 +48,10 @@ def main() -> None:
     rounds: list[Any] = []
     name = "quick" if asked.quick else asked.record  # rounds of one record take turns: none is from another sweep
     kept = Kept(asked.cache / f"rounds_{name}.json")
+    if asked.turns:
+        rounds = in_turns(asked, methods)
     pace = Pace(asked.steps, asked.warm, asked.budget, asked.alternations, len(os.sched_getaffinity(0)), asked.model)
-    for group in link_groups(asked):
+    for group in () if asked.turns else link_groups(asked):
         rounds += run(turns(methods, group, pace), kept, commit(), say)
     free = denominators(rounds)
     rows = rows_of(rounds, free)
@@ -80,6 +85,8 @@ def arguments() -> argparse.Namespace:
     read.add_argument("--warm", type=int, default=2)
     read.add_argument("--budget", type=float, default=20.0, help="seconds of timed steps a round may take")
     read.add_argument("--alternations", type=int, default=5)
+    read.add_argument("--turns", type=int, default=0, help="all programs at once, in so many turns of a few steps")
+    read.add_argument("--steps-of-a-turn", type=int, default=4, help="the first of them does not count")
     read.add_argument("--cache", type=Path, default=venvs.folder())
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="losses at a time")
     read.add_argument("--record", default="links", help="name of the file in docs/results")
@@ -89,6 +96,19 @@ def arguments() -> argparse.Namespace:
     if "--quick" in sys.argv[1:]:
         read.set_defaults(**{k: v for k, v in QUICK.items() if k not in given})
     return read.parse_args()
+
+
+def in_turns(asked: argparse.Namespace, methods: list[Method]) -> list[tuple[Turn, dict[str, Any]]]:
+    """The figures of all methods on all links of each number of hosts, trained at once in turns."""
+    found = []
+    for links in link_groups(asked):
+        free = replace(links[0], rate=UNSHAPED, delay_ms=0.0, between="")
+        todo = interleaved.programs(
+            methods, links, free, model=asked.model, rounds=asked.turns, steps=asked.steps_of_a_turn
+        )
+        results = interleaved.run(todo, say)
+        found += [(Turn(p.method, p.link, p.length, 0, p.model), r) for p, r in zip(todo, results, strict=True)]
+    return found
 
 
 def link_groups(asked: argparse.Namespace) -> list[list[Link]]:
@@ -124,7 +144,8 @@ def measured_losses(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> di
 
 
 def described(asked: argparse.Namespace) -> dict[str, Any]:
-    told = ("seeds", "tokens", "tune_tokens", "lrs", "precision", "margin", "steps", "alternations")
+    told = ("seeds", "tokens", "tune_tokens", "lrs", "precision", "margin")
+    told += ("turns", "steps_of_a_turn") if asked.turns else ("steps", "alternations")
     model = {
         "model": asked.model,
         "parameters": setting.PARAMETERS[asked.model],

@@ -1,5 +1,7 @@
 """What one host runs for a peer: `python -m links.host METHOD MODEL STEPS WARM`; its last line is one JSON object.
 
+With three arguments more, those of `links.turns`, it takes turns with other programs.
+
 A round is the loop a careful user would write around the peer: fused AdamW, clipping, one loss.item() a step.
 """
 
@@ -14,6 +16,7 @@ from statistics import median
 import torch
 
 from links import peers, setting
+from links.turns import Turns
 from peak import resident_peak_bytes
 
 
@@ -22,10 +25,13 @@ def main() -> None:
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     peer = peers.start(name, setting.module(model))
+    turns = Turns.of_host(sys.argv[5], sys.argv[6], int(sys.argv[7])) if len(sys.argv) > 5 else None
     times, losses, sent = [], [], 0
     for step in range(warm + steps):
         if step == warm:
             sent = interface_bytes()
+        if turns is not None:
+            turns.wait()
         batch = setting.rows_of(step, rank, hosts)
         began = time.perf_counter()
         losses.append(peer.step(batch))

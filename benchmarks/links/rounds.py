@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,7 @@ from gossamer.netlab import Lab, LabTopology
 from gossamer.spec.units import read_rate
 from links import setting, venvs
 from links.method import Method
+from links.turns import HOST
 
 UNSHAPED = "unshaped"
 HUNG = "no end after"
@@ -57,12 +58,17 @@ class Length:
     limit_s: float
 
 
-def measure(method: Method, link: Link, length: Length, *, model: str = setting.GPT2) -> dict[str, Any]:
-    """The figures of a round; with `error` and `command` where it did not come to its end."""
+def measure(
+    method: Method, link: Link, length: Length, *, model: str = setting.GPT2, turns: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The figures of a round; with `error` and `command` where it did not come to its end.
+
+    `turns`: the arguments of `links.turns`, where it takes turns with other programs.
+    """
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         try:
-            argv = _argv(method, link, length, folder, model)
+            argv = _argv(method, link, length, folder, model, turns)
         except OSError as error:
             return {"error": f"its environment cannot be made: {error}", "command": f"pip install {method.venv}"}
         said, codes, seconds = _run(argv, link, length)
@@ -70,22 +76,23 @@ def measure(method: Method, link: Link, length: Length, *, model: str = setting.
             if any(codes):
                 raise ValueError(_why(codes, said, seconds, length))
             middle = median if method.period == 1 else mean  # a median would be a step that exchanges nothing
-            found = _peer(said) if method.peer else _ours(folder, length, middle)
+            found = _peer(said) if method.peer else _ours(folder, length, middle, in_turns=bool(turns))
             found["step_s"] = middle(found["steps_s"])
         except (ValueError, KeyError, StopIteration, FileNotFoundError) as error:
             return {"error": str(error), "command": shlex.join(_shown(argv)), "seconds": round(seconds, 1)}
         return {**found, "seconds": round(seconds, 1), "tokens_per_s": setting.tokens(link.hosts) / found["step_s"]}
 
 
-def _argv(method: Method, link: Link, length: Length, folder: Path, model: str) -> list[str]:
+def _argv(method: Method, link: Link, length: Length, folder: Path, model: str, turns: Sequence[str]) -> list[str]:
     if method.peer:
         steps = (str(length.steps), str(length.warm))
-        return [venvs.interpreter(method.venv), "-m", "links.host", method.name, model, *steps]
+        return [venvs.interpreter(method.venv), "-m", "links.host", method.name, model, *steps, *turns]
     config = {
         "model": setting.MODELS[model],
         "data": setting.DATA,
         "train": {
-            "steps": length.steps + length.warm + 1,  # the last one meets once more, where islands train apart
+            # The last one meets once more, where islands train apart.
+            "steps": length.steps + length.warm + (not turns),
             "batch": link.hosts * setting.ROWS,
             "optimizer": {"adamw": {"lr": setting.LR, "betas": setting.BETAS, "weight_decay": setting.WEIGHT_DECAY}},
             "lr_schedule": "constant",
@@ -100,7 +107,8 @@ def _argv(method: Method, link: Link, length: Length, folder: Path, model: str) 
         "run": {"directory": str(folder), "name": "round", "display": "quiet"},
     }
     (folder / "run.yaml").write_text(json.dumps(config))
-    return [sys.executable, "-m", "gossamer", "train", str(folder / "run.yaml")]
+    program = ["links.turns", *turns] if turns else ["gossamer"]
+    return [sys.executable, "-m", *program, "train", str(folder / "run.yaml")]
 
 
 def _run(argv: list[str], link: Link, length: Length) -> tuple[list[list[str]], tuple[int, ...], float]:
@@ -119,7 +127,12 @@ def _run(argv: list[str], link: Link, length: Length) -> tuple[list[list[str]], 
                 timers[1].start()
 
         try:
-            codes = lab.run(argv, env=lambda host: env, output=lambda h, line: said[h].append(line), exited=exited)
+            codes = lab.run(
+                argv,
+                env=lambda host: {**env, HOST: str(host)},
+                output=lambda h, line: said[h].append(line),
+                exited=exited,
+            )
         finally:
             for timer in timers:
                 timer.cancel()
@@ -145,8 +158,10 @@ def _peer(said: list[list[str]]) -> dict[str, Any]:
     return {**hosts[0], "peak_bytes": max(h["peak_bytes"] for h in hosts)}
 
 
-def _ours(folder: Path, length: Length, middle: Callable[[Iterable[float]], float]) -> dict[str, Any]:
-    """Rank 0's figures out of the run's own records; a step lasts until the next one's record."""
+def _ours(
+    folder: Path, length: Length, middle: Callable[[Iterable[float]], float], *, in_turns: bool
+) -> dict[str, Any]:
+    """Rank 0's figures out of the run's own records; a step lasts until the next one's record, or its turn's end."""
     import yaml
 
     run = folder / "round"
@@ -154,6 +169,7 @@ def _ours(folder: Path, length: Length, middle: Callable[[Iterable[float]], floa
     steps = [x for x in lines if x["kind"] == "step"]
     times = [b["time_s"] - a["time_s"] for a, b in pairwise(steps)][length.warm - 1 :][: length.steps]
     timed = steps[length.warm :][: length.steps]
+    times = [x["step_s"] for x in timed] if in_turns else times
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     return {
         "steps_s": [round(t, 4) for t in times],

@@ -1,0 +1,114 @@
+"""Several methods on links of their own, trained at once in turns of a few steps: see `turns`.
+
+Each program starts while all others wait before a step, so what it measures of links and machine before it trains is
+measured alone. Its first turn does not count, nor does the first step of any turn, which finds caches of others.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from links import setting
+from links.method import ALONE, KNOWN, UNTHROTTLED, Method
+from links.rounds import Length, Link, measure
+from links.turns import ended, give
+
+_LOOK_S, _START_S, _STEP_S = 0.02, 300.0, 60.0  # what a start, and a step, may take at most
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A method on a link, in turns of `steps` steps."""
+
+    name: str  # of its files
+    method: Method
+    link: Link
+    model: str
+    rounds: int
+    steps: int
+
+    @property
+    def length(self) -> Length:
+        """All steps that count; the limit is that of all programs together, and is not kept here."""
+        return Length(self.steps * self.rounds, self.steps, 36_000.0)
+
+
+def programs(
+    methods: Sequence[Method], links: Sequence[Link], free: Link, *, model: str, rounds: int, steps: int
+) -> list[Program]:
+    """Return every method on every link, and on unlimited links the denominator and what a host computes alone."""
+    pairs = [(KNOWN[UNTHROTTLED], free), (ALONE, free), *((m, link) for link in links for m in methods)]
+    found = dict[str, tuple[Method, Link]]()
+    for method, link in pairs:
+        found.setdefault(json.dumps([method.name, link.named()]), (method, link))
+    return [Program(f"p{i}", *pair, model, rounds, steps) for i, pair in enumerate(found.values())]
+
+
+def run(all_of_them: Sequence[Program], say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the figures of every program, in their order. Raises SystemExit where one hangs."""
+    with tempfile.TemporaryDirectory() as text:
+        folder, started = Path(text), list[subprocess.Popen[str]]()
+        try:
+            for one in all_of_them:
+                started.append(_started(folder, one))
+                _wait(folder, one, -1, started[-1], _START_S)
+                say(f"{one.method.name} on {one.link.hosts} hosts, {one.link.rate}: at its first step")
+            for number in range(all_of_them[0].rounds + 1):
+                for one, process in list(zip(all_of_them, started, strict=True))[:: 1 if number % 2 == 0 else -1]:
+                    give(folder, one.name, number)
+                    last = number == one.rounds
+                    _wait(folder, one, number, process, _START_S + one.steps * _STEP_S, to_end=last)
+            outputs = [process.communicate()[0] for process in started]
+        finally:
+            for process in started:
+                process.terminate()
+                process.wait()
+        return [_counted(json.loads(out.splitlines()[-1]), one) for out, one in zip(outputs, all_of_them, strict=True)]
+
+
+def _started(folder: Path, one: Program) -> subprocess.Popen[str]:
+    given = {**asdict(one), "folder": str(folder)}
+    argv = [sys.executable, "-m", "links.interleaved", json.dumps(given)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+
+
+def _wait(
+    folder: Path, one: Program, number: int, process: subprocess.Popen[str], limit_s: float, *, to_end: bool = False
+) -> None:
+    """Return when the program has ended its turn; after its last one, when it has ended."""
+    end = time.monotonic() + limit_s
+    while process.poll() is None and (to_end or not ended(folder, one.name, number, one.link.hosts)):
+        if time.monotonic() > end:
+            raise SystemExit(f"{one.method.name} at {one.link.rate}: no end of turn {number} within {limit_s:.0f} s")
+        time.sleep(_LOOK_S)
+
+
+def _counted(found: dict[str, Any], one: Program) -> dict[str, Any]:
+    """Return the figures without the steps that follow those of other programs."""
+    if "error" in found:
+        return found
+    from statistics import median
+
+    steps_s = [s for at, s in enumerate(found["steps_s"]) if at % one.steps]
+    step_s = median(steps_s)
+    return {**found, "steps_s": steps_s, "step_s": step_s, "tokens_per_s": setting.tokens(one.link.hosts) / step_s}
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    link = Link(**{**given["link"], "islands": tuple(given["link"]["islands"])})
+    one = Program(given["name"], Method(**given["method"]), link, given["model"], given["rounds"], given["steps"])
+    turns = [given["folder"], one.name, str(one.steps)]
+    print(json.dumps(measure(one.method, link, one.length, model=one.model, turns=turns)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

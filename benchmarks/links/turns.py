@@ -1,0 +1,92 @@
+"""Take turns by the step: several programs train at once, and each runs a few steps while all others wait.
+
+A machine that slows down for a minute slows all of them alike, and a program starts once for all of its turns. In the
+folder that programs share, `turn` names who runs, and in which round; `NAME.HOST` has the round that a host of it has
+ended (-1: it is at its first step).
+
+    python -m links.turns FOLDER NAME STEPS train run.yaml     # `gossamer train`, which waits before its steps
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_LOOK_S = 0.005  # what a look at the file takes of a step is nothing
+HOST = "LINKS_HOST"
+
+
+@dataclass(slots=True)
+class Turns:
+    """The turns of one host of the program `name`, of `steps` steps each."""
+
+    folder: Path
+    name: str
+    steps: int
+    host: str
+    made: int = 0  # steps of this turn
+    round: int = -1
+
+    @staticmethod
+    def of_host(folder: str, name: str, steps: int) -> Turns:
+        return Turns(Path(folder), name, steps, os.environ[HOST], steps)
+
+    def wait(self) -> None:
+        """Return when the next step may run."""
+        if self.made == self.steps:
+            put(self.folder / f"{self.name}.{self.host}", str(self.round))
+            while (now := at(self.folder))[0] != self.name or now[1] == self.round:
+                time.sleep(_LOOK_S)
+            self.round, self.made = now[1], 0
+        self.made += 1
+
+
+def at(folder: Path) -> tuple[str, int]:
+    """Return whose turn it is, and of which round."""
+    try:
+        name, number = json.loads((folder / "turn").read_text())
+    except FileNotFoundError:
+        return "", -1
+    return name, number
+
+
+def give(folder: Path, name: str, number: int) -> None:
+    """Let a program make the steps of its next turn."""
+    put(folder / "turn", json.dumps([name, number]))
+
+
+def ended(folder: Path, name: str, number: int, hosts: int) -> bool:
+    """Return whether all hosts of a program have ended a turn."""
+    files = [folder / f"{name}.{host}" for host in range(hosts)]
+    return all(file.exists() and file.read_text() == str(number) for file in files)
+
+
+def put(file: Path, text: str) -> None:
+    """Write a file that readers see whole or not at all."""
+    beside = file.with_name(f"{file.name}.beside")
+    beside.write_text(text)
+    beside.replace(file)
+
+
+def main() -> int:
+    from gossamer.cli import main as command
+    from gossamer.run.trainer import Trainer
+
+    folder, name, steps = sys.argv[1:4]
+    turns, one_step = Turns.of_host(folder, name, int(steps)), Trainer.one_step
+
+    def in_turn(self: Trainer) -> int:
+        turns.wait()
+        return one_step(self)
+
+    Trainer.one_step = in_turn  # type: ignore[method-assign]
+    sys.argv = ["gossamer", *sys.argv[4:]]
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
