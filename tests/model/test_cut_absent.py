@@ -66,7 +66,13 @@ def keyed(loss: LossFunction) -> LossFunction:
 
 
 @pytest.mark.parametrize(
-    "cuts", [THIRDS, SplitPoints(("inlet", "blocks.2")), SplitPoints(("inlet", "outlet"))], ids=str
+    "cuts",
+    [
+        THIRDS,
+        pytest.param(SplitPoints(("inlet", "blocks.2")), marks=pytest.mark.nightly),
+        SplitPoints(("inlet", "outlet")),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", EQUAL)
 def test_what_python_keeps_is_as_in_one_process(kind: str, cuts: SplitPoints) -> None:

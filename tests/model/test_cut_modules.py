@@ -1,4 +1,7 @@
-"""Plain modules, each cut in every even way into 2 to 4 stages and at every single place, against one process."""
+"""Plain modules, each cut in every even way into 2 to 4 stages and at every single place, against one process.
+
+Those at every place are cut by night; by day test_cut.py has a stage for each call.
+"""
 
 from __future__ import annotations
 
@@ -110,21 +113,27 @@ def assert_buffers_equal(stages: Sequence[StageModule], whole: nn.Module) -> Non
                 assert torch.equal(buffer, expected[name]), name
 
 
-def ways_to_cut(flow: DataFlow) -> Iterator[SplitPoints]:
-    """Even ones of 2 to 4 stages, every one of 2 stages, and a stage for each call."""
+def ways_to_cut(flow: DataFlow, ways: str = "even") -> Iterator[SplitPoints]:
+    """Even ones of 2 to 4 stages; or every one of 2 stages, and a stage for each call."""
     names = [call.name for call in flow.calls]
-    yield from (balanced_split(flow, stages) for stages in range(2, min(4, len(names)) + 1))
-    yield from (SplitPoints((names[0], name)) for name in names[1:])
-    yield SplitPoints(tuple(names))
+    if ways == "even":
+        yield from (balanced_split(flow, stages) for stages in range(2, min(4, len(names)) + 1))
+    else:
+        yield from (SplitPoints((names[0], name)) for name in names[1:])
+        yield SplitPoints(tuple(names))
 
 
+WAYS = ["even", pytest.param("every", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("kind", MODULES)
-def test_every_gradient_and_buffer_equals_the_uncut_module_s(kind: str) -> None:
+def test_every_gradient_and_buffer_equals_the_uncut_module_s(kind: str, ways: str) -> None:
     module, batches = built(kind)
     flow = flow_of(module, batches[0])
     assert len(flow.calls) >= 4 or kind == "wrapper"
     expected, whole = uncut(module, batches)
-    for cuts in ways_to_cut(flow):
+    for cuts in ways_to_cut(flow, ways):
         stages = stages_of(module, flow, cuts)
         summed = shared_names([stage.part for stage in stages], module)
         ours = run_lockstep(stages, loss_of, batches)
@@ -150,10 +159,11 @@ DROPPING: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Ten
 }
 
 
+@pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize(
     "kind", [pytest.param(one, marks=[pytest.mark.nightly] if one == "encoder_decoder" else []) for one in DROPPING]
 )
-def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
+def test_dropout_does_not_depend_on_the_cut(kind: str, ways: str) -> None:
     make, inputs = DROPPING[kind]
     torch.manual_seed(0)
     module, batch = make(), inputs(0)
@@ -170,7 +180,7 @@ def test_dropout_does_not_depend_on_the_cut(kind: str) -> None:
     expected = loss(whole, batch)
     expected.backward()
     assert not torch.equal(expected, loss_of(module.eval(), batch))  # something is dropped
-    for cuts in ways_to_cut(flow):
+    for cuts in ways_to_cut(flow, ways):
         ours = run_lockstep(stages_of(module.train(), flow, cuts), loss, [batch])
         assert torch.equal(ours.losses[0], expected.detach())
         for name, p in whole.named_parameters():
@@ -283,7 +293,7 @@ def test_a_tensor_in_a_dict_of_a_block_is_sent_to_who_reads_it() -> None:
     module, batches = Hoard(), [plain.rows(i) for i in range(3)]
     expected, _ = uncut(module, batches)
     flow = flow_of(module, batches[0])
-    for cuts in ways_to_cut(flow):
+    for cuts in (*ways_to_cut(flow), *ways_to_cut(flow, "every")):
         assert_equal(run_lockstep(stages_of(module, flow, cuts), loss_of, batches), expected, lambda _: True)
 
 

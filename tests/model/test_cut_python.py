@@ -18,7 +18,12 @@ from model.test_cut_absent import BATCHES, compare, loss_of
 
 
 @pytest.mark.parametrize(
-    "cuts", [SplitPoints(("inlet", "blocks.1", "blocks.3")), SplitPoints(("inlet", "blocks.2"))], ids=str
+    "cuts",
+    [
+        SplitPoints(("inlet", "blocks.1", "blocks.3")),
+        pytest.param(SplitPoints(("inlet", "blocks.2")), marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", EQUAL)
 def test_it_is_as_in_one_process(kind: str, cuts: SplitPoints) -> None:

@@ -32,9 +32,9 @@ from model.cuttable import MODULES, WIDTH, Chain, Layer, ResidualCnn, image, row
 Batch = Mapping[str, Any]
 TEXT = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MODELS = {
-    "llama": TEXT | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "llama": TEXT | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
                      "num_key_value_heads": 2, "attention_dropout": 0.2},
-    "gpt2": TEXT | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64},
+    "gpt2": TEXT | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def assert_same(ours: LockstepResult, theirs: LockstepResult) -> None:
     assert not different
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize("kind", MODULES)
 def test_input_and_weight_parts_are_the_whole(kind: str, stages: int) -> None:
     make, inputs = MODULES[kind]
@@ -127,7 +127,7 @@ def test_models_of_transformers(kind: str, stages: int) -> None:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **MODELS[kind])
     module = transformers.AutoModelForCausalLM.from_config(config).train()
-    ids = [torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    ids = [torch.randint(3, 64, (2, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     batches = [{"input_ids": one, "labels": one} for one in ids]
     outcomes = []
     for run in (run_lockstep, run_in_parts, run_again, partial(run_in_parts, keep_graph=False)):
