@@ -75,7 +75,14 @@ def test_every_kind_is_that_of_peft(pool: Pool, tmp_path: Path, base: str, adapt
         assert torch.allclose(one.tensor, other.tensor, atol=2e-4), one.name  # AdamW moves by lr, 5e-3, in each step
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "stages"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.nightly] if way in ("zero1", "zero2") else [])
+        for way in WAYS
+        if way != "stages"
+    ],
+)
 def test_every_layout_trains_the_same_adapter(pool: Pool, tmp_path: Path, base: str, way: str) -> None:
     ranks, sections = WAYS[way]
     given = {"base": base, "adapter": "lora", "folder": str(tmp_path), "steps": STEPS}

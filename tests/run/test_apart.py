@@ -15,6 +15,7 @@ import yaml
 from contracts.test_sync import APART, SETTINGS
 from gossamer.store.checkpoint import latest_good
 from pool import Pool
+from run.test_tiers import combined
 
 
 def sections(written: Any, **machines: Any) -> dict[str, dict[str, Any]]:
@@ -25,7 +26,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "records.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", APART)
+BY_NIGHT = ("local_sgd", "post_local_sgd", "slowmo", "dsm", "cser_pl")  # another one keeps the same between rounds
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.nightly] if one in BY_NIGHT else []) for one in APART]
+)
 def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str) -> None:
     given = {"steps": 8, "dropout": 0.1, "sections": {**sections(SETTINGS[name]), "train": {"checkpoint_every": 5}}}
     folders = {"whole": str(tmp_path / "whole"), "parts": str(tmp_path / "parts")}
@@ -39,8 +45,21 @@ def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path
         assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser", "gossip"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    combined(
+        ["local_sgd", "streaming_diloco", "qsparse_local_sgd", "co2", "cser", "gossip"],
+        [1, 3],
+        by_day=[
+            ("local_sgd", 1),
+            ("streaming_diloco", 3),
+            ("qsparse_local_sgd", 1),
+            ("co2", 3),
+            ("cser", 1),
+            ("gossip", 3),
+        ],
+    ),
+)
 def test_other_islands_go_on_from_what_was_agreed(pool: Pool, tmp_path: Path, name: str, ranks: int) -> None:
     given = {"folder": str(tmp_path), "steps": 9, "sections": sections(SETTINGS[name])}
     pool.run("run.jobs:train", 2, until=5, **given)

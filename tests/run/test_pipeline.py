@@ -126,7 +126,7 @@ def test_a_bad_sample_moves_no_stage(pool, tmp_path: Path) -> None:
     assert all(s["loss"] < 10 for s in steps if s["committed"])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_half_precision(pool, tmp_path: Path, precision: str) -> None:
     """Boundary tensors are what autocast makes of them; the same micro-batches as one process."""
     for ranks, stages in ((1, 1), (3, 3)):

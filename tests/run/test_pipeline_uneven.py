@@ -63,7 +63,11 @@ def assert_alike(many: Path, one: Path) -> None:
         assert told(many)[name] == pytest.approx(values, rel=1e-5), name
 
 
-@pytest.mark.parametrize("stages", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "stages",
+    [pytest.param(one, marks=[pytest.mark.nightly] if one == [[0], [1, 2]] else []) for one in LAYOUTS],
+    ids=str,
+)
 def test_numbers_are_those_of_one_process(
     pool, alone: Callable[[float], Path], tmp_path: Path, stages: list[list[int]]
 ) -> None:
@@ -75,7 +79,7 @@ def test_numbers_are_those_of_one_process(
 @pytest.mark.parametrize(
     "plan",
     [
-        {"pipeline_schedule": "gpipe"},
+        pytest.param({"pipeline_schedule": "gpipe"}, marks=pytest.mark.nightly),
         {"pipeline_schedule": {"split_backward": {"inner": "recompute"}}},
         {"batch_fractions": [3, 1, 1]},
         {"cuts": ["embed", "norm"]},
@@ -96,7 +100,7 @@ def test_copies_of_a_stage_stay_bit_equal(pool, tmp_path: Path) -> None:
     assert first["held"]["embed.weight"] == third["held"]["embed.weight"]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly)])
 def test_half_precision(pool, tmp_path: Path, precision: str) -> None:
     sections = {"train": {"precision": precision}}
     trained(pool, tmp_path / "one", sections=sections)
@@ -104,7 +108,7 @@ def test_half_precision(pool, tmp_path: Path, precision: str) -> None:
     assert losses(tmp_path / "many") == pytest.approx(losses(tmp_path / "one"), rel=2e-3)
 
 
-@pytest.mark.parametrize("stages", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("stages", [pytest.param(LAYOUTS[0], marks=pytest.mark.nightly), *LAYOUTS[1:3]], ids=str)
 def test_bytes_are_those_forecast(pool, tmp_path: Path, stages: list[list[int]]) -> None:
     trained(pool, tmp_path, stages, steps=3, plan={"activation_compression": {"codec": {"codec": "int8"}}})
     plan = RunDirectory(tmp_path / "run").plan()
@@ -126,7 +130,12 @@ def test_stop_and_resume_is_bit_equal_to_never_stopping(pool, tmp_path: Path, st
 
 @pytest.mark.parametrize(
     ("saved", "resumed"),
-    [([[0, 1], [2]], [[0], [1, 2, 3], [4]]), ([[0], [1, 2]], None), (None, [[0, 1], [2]]), ([[0], [1]], [[1], [0, 2]])],
+    [
+        ([[0, 1], [2]], [[0], [1, 2, 3], [4]]),
+        ([[0], [1, 2]], None),
+        (None, [[0, 1], [2]]),
+        pytest.param([[0], [1]], [[1], [0, 2]], marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_a_checkpoint_is_read_in_any_layout(

@@ -12,12 +12,15 @@ from run.test_trainer import losses
 
 SCHEDULES: list[Any] = ["one_f_one_b", {"recompute": {"split_backward": {"inner": "gpipe"}}}]
 KINDS = [*sorted(MODULES), "bare"]
+BY_NIGHT = ("chain", "experts", "residual_cnn", "u_net")  # cut in one process by day: tests/model/test_cut.py
 
 
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
-        pytest.param(kind, SCHEDULES[(index + late) % 2], marks=[pytest.mark.nightly] if late else [])
+        pytest.param(
+            kind, SCHEDULES[(index + late) % 2], marks=[pytest.mark.nightly] if late or kind in BY_NIGHT else []
+        )
         for late in (0, 1)
         for index, kind in enumerate(KINDS)
     ],

@@ -17,6 +17,7 @@ from gossamer.spec.config import ModelSection, RunConfig
 from gossamer.spec.errors import BadInput
 from pool import Pool
 from run.adapter_jobs import HEADS, SIZES
+from run.test_tiers import combined
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one process": (1, {}),
@@ -30,7 +31,11 @@ SPLIT = {"pipeline_schedule": {"split_backward": {"inner": "gpipe"}}}  # a backw
 MORE: dict[str, tuple[int, dict[str, Any]]] = {**LAYOUTS, "split": (2, {**LAYOUTS["stages"][1], **SPLIT})}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+BY_NIGHT = ("zero1", "zero2")  # "zero3" shards these states as well
+each_layout = [pytest.param(one, marks=[pytest.mark.nightly] if one in BY_NIGHT else []) for one in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", each_layout)
 def test_a_run_that_recomputes_is_the_run_that_does_not(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Clipped steps, dropout, tied weights, micro-batches, rows without a label."""
     ranks, plan = LAYOUTS[layout]
@@ -50,8 +55,21 @@ def swap(folder: Path, **settings: Any) -> dict[str, Any]:
     return {"activation_swap": {**given, **settings}}
 
 
-@pytest.mark.parametrize("units", ["auto", "all"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, "tiers", pytest.param("split", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("layout", "units"),
+    combined(
+        [*MORE, "tiers"],
+        ["auto", "all"],
+        by_day=[
+            ("one process", "auto"),
+            ("zero2", "auto"),
+            ("zero3", "all"),
+            ("islands", "auto"),
+            ("stages", "all"),
+            ("tiers", "auto"),
+        ],
+    ),
+)
 def test_a_run_that_swaps_is_the_run_that_does_not(pool: Pool, tmp_path: Path, layout: str, units: str) -> None:
     """Clipped steps, dropout, tied weights, micro-batches, rows without a label; beside states in tiers as well."""
     sizes = {"device": "64MB", "host": "64MB", "file": "64MB"}
@@ -93,7 +111,7 @@ def test_savers_in_an_order_that_does_not_work_are_told_the_one_that_does() -> N
             make_plan(config, module, ranks=1, device=torch.device("cpu"))
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, pytest.param("split", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layout", [*each_layout, pytest.param("split", marks=pytest.mark.nightly)])
 def test_a_run_in_tiles_is_nearly_the_run_that_is_not(pool: Pool, tmp_path: Path, layout: str) -> None:
     """Of SGD: AdamW divides rounding errors by rounding errors where gradients are 0."""
     ranks, plan = MORE[layout]
@@ -110,7 +128,7 @@ def test_a_run_in_tiles_is_nearly_the_run_that_is_not(pool: Pool, tmp_path: Path
     assert "linear layers run in 3 tiles" in (tmp_path / "1" / "run" / "records.jsonl").read_text()
 
 
-@pytest.mark.parametrize("saver", ["auto", "all", "tiling"])
+@pytest.mark.parametrize("saver", [pytest.param("auto", marks=pytest.mark.nightly), "all", "tiling"])
 def test_a_model_with_an_adapter_trains_as_without_savers(pool: Pool, tmp_path: Path, saver: str) -> None:
     """LoRA with dropout on a frozen Llama: of its own layers no gradient of a weight is made."""
     config = {**SIZES, **HEADS}

@@ -71,7 +71,9 @@ def test_what_is_learnt_is_the_mean_of_what_they_knew(pool: Pool, tmp_path: Path
 
 
 @each_way
-@pytest.mark.parametrize("until", [2, 3, 4, 6])
+@pytest.mark.parametrize(
+    "until", [pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly), 6]
+)
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, name: str, until: int) -> None:
     given = {"steps": 9, "dropout": 0.1, "sections": sections(MOMENTS[name])}
     whole = pool.run("run.jobs:train", 2, folder=str(tmp_path / "whole"), **given)

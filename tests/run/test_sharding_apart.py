@@ -22,7 +22,9 @@ from run.test_sharding import records
 SHARDED: list[Any] = [{"zero1": {"shard_group": "island"}}, {"zero2": {"shard_group": "island"}}]
 EVEN, UNEVEN, LONE = ((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), ((0, 1), (2,))
 DILOCO = {"diloco": {"sync_every": 3}}
-each_sharding = pytest.mark.parametrize("states", SHARDED, ids=["zero1", "zero2"])
+each_sharding = pytest.mark.parametrize(
+    "states", [pytest.param(SHARDED[0], marks=pytest.mark.nightly), SHARDED[1]], ids=["zero1", "zero2"]
+)
 
 
 def sections(
@@ -123,7 +125,11 @@ def test_feedback_goes_on_inside_an_island_when_it_parts(pool: Pool, tmp_path: P
     torch.testing.assert_close(found["parts"], found["none"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("which", "islands"), [(0, EVEN), (1, UNEVEN), (0, LONE)], ids=["2+2", "3+2", "2+1"])
+@pytest.mark.parametrize(
+    ("which", "islands"),
+    [pytest.param(0, EVEN, marks=pytest.mark.nightly), (1, UNEVEN), (0, LONE)],
+    ids=["2+2", "3+2", "2+1"],
+)
 def test_a_run_stopped_in_a_round_goes_on_bit_for_bit(pool: Pool, tmp_path: Path, which: int, islands: Any) -> None:
     """Each island's states are there, every number of them once."""
     ranks = sum(map(len, islands))
@@ -154,11 +160,11 @@ def check_states(checkpoint: Checkpoint, islands: Any) -> None:
         assert all(abs(n - total / owners) <= rows for n in held[:owners])
 
 
-WAYS: list[tuple[Any, Any, int]] = [
+WAYS: list[Any] = [
     (SHARDED[0], ((0, 2), (1, 3)), 4),
     ("none", EVEN, 4),
     (SHARDED[1], ((0, 1), (2,)), 3),
-    ("none", ((0,), (1,)), 2),
+    pytest.param("none", ((0,), (1,)), 2, marks=pytest.mark.nightly),
 ]
 
 

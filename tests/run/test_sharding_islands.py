@@ -24,7 +24,7 @@ EXACT: list[Any] = [
     *({"sdp4bit": PLAIN}, {"sdp4bit": PLAIN | {"shard_group": "island"}}),
 ]
 SEPARATE: list[Any] = [
-    {"sdp4bit": PLAIN | {"weights": "int8"}},
+    pytest.param({"sdp4bit": PLAIN | {"weights": "int8"}}, marks=pytest.mark.nightly),
     {"sdp4bit": PLAIN | {"gradients": "int4"}},
     {"sdp4bit": PLAIN | {"intra_gradients": "int8"}},
     {"sdp4bit": {"shard_group": "island"}},
@@ -81,7 +81,7 @@ def test_every_component_alone_leaves_all_ranks_in_the_same_place(pool: Pool, tm
     assert [one["digest"] for one in again] == [one["digest"] for one in whole]
 
 
-@pytest.mark.parametrize("states", ["zero1", INSIDE], ids=str)
+@pytest.mark.parametrize("states", [pytest.param("zero1", marks=pytest.mark.nightly), INSIDE], ids=str)
 def test_feedback_between_islands(pool: Pool, tmp_path: Path, states: Any) -> None:
     """What is written of hierarchical is done on the way to the owners; residuals go over a stop."""
     between = {"hierarchical": {"inter": {"error_feedback": {"two_shot": "int8"}}, "intra_codec": "bfloat16"}}
@@ -112,7 +112,9 @@ def test_states_of_an_island_are_written_once_and_fit_other_ways(pool: Pool, tmp
     assert torch.allclose(ours, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("states", [WEIGHTS, ISLAND], ids=["weights", "states"])
+@pytest.mark.parametrize(
+    "states", [WEIGHTS, pytest.param(ISLAND, marks=pytest.mark.nightly)], ids=["weights", "states"]
+)
 def test_parameters_of_an_island_in_micro_batches(pool: Pool, tmp_path: Path, states: Any) -> None:
     """Clipped, of ranks of unequal parts, with frozen ones among them, checkpointed regions, and an evaluation between:
     as with whole ones, and all that is sent was known before.

@@ -20,6 +20,16 @@ from gossamer.sharding import read_tiers
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
 from pool import Pool
 
+DIVIDED = {"shard_group": "all"}
+OF_TORCH = {"from_class": {"path": "torch.optim:Adam"}}
+
+
+def combined(*values: Iterable[Any], by_day: list[tuple[Any, ...]]) -> list[Any]:
+    """Return all combinations of `values` as parameters of a test; those that are not of `by_day` run nightly."""
+    chosen = itertools.product(*values)
+    return [pytest.param(*one, marks=[] if one in by_day else pytest.mark.nightly) for one in chosen]
+
+
 LIMITS = {"device": "64MB", "host": "64MB", "file": "64MB"}
 
 
@@ -47,8 +57,14 @@ def same(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], one), name
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("kind", ["small", "habits", "branches", "thin", "halves", "sometimes"])
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    combined(
+        ["small", "habits", "branches", "thin", "halves", "sometimes"],
+        [0.0, 0.5],
+        by_day=[("small", 0.5), ("habits", 0.5), ("branches", 0.0), ("thin", 0.0), ("halves", 0.5), ("sometimes", 0.0)],
+    ),
+)
 def test_it_is_plain_training(pool: Pool, tmp_path: Path, kind: str, clip: float) -> None:
     """Weights, losses, norms and optimizer states: clipped or not, tied weights, unused ones, 0-dim ones, half types,
     recomputed blocks, another order of the units in a later step.
@@ -124,20 +140,11 @@ def test_tiles_of_layers_are_the_same_from_the_file(pool: Pool, tmp_path: Path, 
     assert len(losses[0]) >= 2 and losses[0] == pytest.approx(losses[1], rel=1e-5 if precision == "fp32" else 1e-2)
 
 
-DIVIDED = {"shard_group": "all"}
-
-
 def pointed(link: Path) -> str:
     try:
         return os.readlink(link)
     except OSError:  # of a process that has just ended
         return ""
-
-
-def combined(*values: Iterable[Any], by_day: list[tuple[Any, ...]]) -> list[Any]:
-    """Return all combinations of `values` as parameters of a test; those that are not of `by_day` run nightly."""
-    chosen = itertools.product(*values)
-    return [pytest.param(*one, marks=[] if one in by_day else pytest.mark.nightly) for one in chosen]
 
 
 def beside_plain(
@@ -295,9 +302,13 @@ def test_ranks_that_run_other_units_than_others_all_say_so(pool: Pool, tmp_path:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("keys", [{}, DIVIDED])
 @pytest.mark.parametrize(
-    "optimizer", ["adamw_8bit", "coat", "muon", "lamb", {"from_class": {"path": "torch.optim:Adam"}}]
+    ("keys", "optimizer"),
+    combined(
+        [{}, DIVIDED],
+        ["adamw_8bit", "coat", "muon", "lamb", OF_TORCH],
+        by_day=[({}, "adamw_8bit"), (DIVIDED, "coat"), (DIVIDED, "muon"), ({}, "lamb"), (DIVIDED, OF_TORCH)],
+    ),
 )
 def test_several_ranks_hold_the_states_of_every_optimizer(
     pool: Pool, tmp_path: Path, keys: dict[str, Any], optimizer: Any
@@ -352,8 +363,7 @@ def test_a_killed_update_process_of_one_rank_is_named_there_and_no_other_is_left
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("keys", [{}, DIVIDED])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize(("keys", "clip"), combined([{}, DIVIDED], [0.0, 0.5], by_day=[({}, 0.5), (DIVIDED, 0.0)]))
 def test_several_ranks_with_update_processes(pool: Pool, tmp_path: Path, keys: dict[str, Any], clip: float) -> None:
     beside_plain(pool, tmp_path, 2, clip=clip, steps=4, kind="habits", tiers={**keys, "update": "process"})
     beside_plain(pool, tmp_path / "2", 2, clip=clip, steps=4, kind="gpt2", tiers={**keys, "update": "process"})

@@ -78,7 +78,15 @@ def same(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None
         assert torch.equal(ours[name], one), name
 
 
-@pytest.mark.parametrize("train", [{}, {"max_grad_norm": 0.1}, {"accumulate": 2, "evaluate_every": 2}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"max_grad_norm": 0.1, "accumulate": 2, "evaluate_every": 2},
+        pytest.param({"max_grad_norm": 0.1}, marks=pytest.mark.nightly),
+        pytest.param({"accumulate": 2, "evaluate_every": 2}, marks=pytest.mark.nightly),
+    ],
+)
 def test_it_is_the_form_in_threads_and_plain_training(tmp_path: Path, inside: None, train: dict[str, Any]) -> None:
     """With the smallest limits, so that backward waits for memory that the process gives back."""
     limits = {**APART, "host": 12144640} if not train else APART

@@ -49,7 +49,7 @@ UNEQUAL = (
         ("breaks", "step 2: rank 1 on host {host}: its random number is not the one it committed to"),
     ],
 )
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_who_does_something_else_is_named_by_all(pool: Pool, tmp_path: Path, fault: str, said: str, ranks: int) -> None:
     import socket
 
@@ -90,9 +90,9 @@ def test_training_is_the_same_with_and_without_it(pool: Pool, tmp_path: Path) ->
     [
         {"plan": {"exchange": {"error_feedback": {"topk": {"fraction": 0.1}}}}},
         {"plan": {"batch_fractions": [2, 1, 1]}, "train": {"accumulate": 2}},
-        {"train": {"precision": "bf16"}},
+        pytest.param({"train": {"precision": "bf16"}}, marks=pytest.mark.nightly),
         {"plan": {"savers": [{"activation_swap": {"host": "4MB", "file": "4MB", "directory": TEMPORARY, "least": 1}}]}},
-        {"plan": {"savers": [{"tiling": {"linears": "*", "tiles": 3}}]}},
+        pytest.param({"plan": {"savers": [{"tiling": {"linears": "*", "tiles": 3}}]}}, marks=pytest.mark.nightly),
     ],
     ids=json.dumps,
 )
