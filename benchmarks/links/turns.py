@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_LOOK_S = 0.005  # what a look at the file takes of a step is nothing
+_LOOK_S = 0.02  # ten programs that wait take a hundredth of a core
 HOST = "LINKS_HOST"
 
 

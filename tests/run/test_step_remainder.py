@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,12 @@ from gossamer.recipe import PlanMethods
 from gossamer.sharding import _sharded_parameters, holdings, shapes_of
 from gossamer.sharding import build as sharding_of
 from gossamer.spec import records
+from gossamer.spec.cost import Cost
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import MeshSizes, Plan
 from model.tiny import LLAMA
 
 ADAMW = optimizer.build({"adamw": {"lr": 1e-3}})
-CPU = torch.device("cpu")
 
 
 class Seen(Optimizer):
@@ -65,29 +66,29 @@ def held(params: dict[str, Tensor], sharding: str, rank: int = 0) -> Any:
 def test_an_update_of_own_rows_is_timed_and_leaves_no_trace() -> None:
     params = params_of(64, 3)
     before, drawn = {n: p.detach().clone() for n, p in params.items()}, torch.random.get_rng_state()
-    assert update_seconds(ADAMW, params, held(params, "zero1"), CPU) > 0
+    assert update_seconds(ADAMW, params, held(params, "zero1")) > 0
     assert all(torch.equal(params[n], one) for n, one in before.items())
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
 def test_a_rank_updates_what_it_owns(monkeypatch: pytest.MonkeyPatch) -> None:
     params, rule = params_of(64, 6), Seen(monkeypatch)
-    assert update_seconds(rule, params, held(params, "none"), CPU) == 70
-    assert update_seconds(rule, params, held(params, "zero1"), CPU) == 35
+    assert update_seconds(rule, params, held(params, "none")) == 70
+    assert update_seconds(rule, params, held(params, "zero1")) == 35
     assert rule.given[-1] == {"w0": (32, 8), "w1": (3, 8)}
-    assert update_seconds(rule, {}, {}, CPU) == 0
+    assert update_seconds(rule, {}, {}) == 0
 
 
 def test_what_is_too_much_to_time_is_taken_to_be_like_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     params, rule = params_of(40, 40, 20), Seen(monkeypatch)
     monkeypatch.setattr(update_time, "_MOST_NUMEL", 320)
-    assert update_seconds(rule, params, held(params, "none"), CPU) == 100
+    assert update_seconds(rule, params, held(params, "none")) == 100
     assert rule.given == [{"w0": (40, 8)}] * 3, "after a group of 120 s there is no time for another"
 
 
 def remainder(sharding: Any, rule: Optimizer | None = ADAMW) -> StepRemainder:
     channel = LoopbackChannel(0, ProcessGroups.flat(2))
-    return StepRemainder.measured(params_of(64), rule, sharding_of(sharding), None, channel=channel, device=CPU)
+    return StepRemainder.measured(params_of(64), rule, sharding_of(sharding), None, channel)
 
 
 def test_ranks_agree_in_a_hop_before_they_update() -> None:
@@ -95,10 +96,13 @@ def test_ranks_agree_in_a_hop_before_they_update() -> None:
     links = Network(islands=((0, 1),), levels={"all": link})
     each = {"batch_fractions": (1.0, 1.0), "rows": (1, 1), "microbatches": (1, 1)}
     methods = PlanMethods.of(Plan(mesh=MeshSizes(replica=2), sharding="zero1", exchange="dense", **each))
-    one, channel = remainder("zero1"), LoopbackChannel(0, ProcessGroups.flat(2))
-    cost = one.cost(methods, channel, links, price=MessagePrice(), compute_s=1.0)
+    one, basis = remainder("zero1"), SimpleNamespace(links=links, price=MessagePrice())
+    before = Cost(step_s=3.0, compute_s=2.0, exposed_s=1.0, sent_bytes=(7, 7))
+    cost = one.added(before, methods, basis, ProcessGroups.flat(2))  # type: ignore[arg-type]
     assert cost.update_s == one.update_s + 0.5 and one.update_s > 0
-    assert cost.exposed_s == 64 * 8 * 4 / 2 / 1024 + 0.5
+    assert cost.exposed_s == 1.0 + 64 * 8 * 4 / 2 / 1024 + 0.5
+    assert cost.step_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.update_s)
+    assert (cost.compute_s, cost.sent_bytes) == (2.0, (7, 7))
 
 
 def test_an_update_that_is_not_known_is_none() -> None:

@@ -90,16 +90,11 @@ class ChoiceBasis:
         return decision if self.lossy else decision.advised(*self.facts)
 
     def planned(self, plan: Plan, decision: Decision, cost: Cost) -> Plan:
-        """Return `plan` with the exchange of a decision, its reason and its forecast.
-
-        `cost`: the bytes of a step, and what it takes beside the decision: to update, and to wait for rows of others.
-        """
+        """Return `plan` with the exchange of a decision, its reason and its forecast. `cost`: the bytes of a step."""
         link = self.links.levels.get("between", self.links.levels["all"])
         said = f"{decision.reason}{self.rehearsal.remark} (links: {link.show()}; {self.price.show()})"
         line = decision.forecast
-        times = {name: getattr(line, name) for name in ("compute_s", "wire_s", "exposed_s", "unhidden_s")}
-        times["exposed_s"] += cost.exposed_s
-        times["step_s"] = line.step_s + cost.exposed_s + cost.update_s
+        times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s", "unhidden_s")}
         return plan.model_copy(
             update={
                 "exchange": decision.written,

@@ -361,16 +361,12 @@ class ExchangeSelector:
         assert self._basis is not None
         self._decision = decision
         self.plan = self.plan.model_copy(update={"buckets": decision.buckets, "turns": decision.turns})
-        self.plan = self._basis.planned(self.plan, decision, self._beside(decision, self._basis))
+        self.plan = self._basis.planned(self.plan, decision, self._price(decision.written))
+        if self._remainder is not None:
+            levels = self.pump.channel.levels
+            whole = self._remainder.added(self.plan.forecast, self.methods, self._basis, levels)
+            self.plan = self.plan.model_copy(update={"forecast": whole})
         return decision
-
-    def _beside(self, decision: Decision, basis: ChoiceBasis) -> Cost:
-        """Return the bytes of a step, and the seconds that it takes whatever its gradients' exchange is."""
-        assert self._remainder is not None
-        methods, compute_s = self.methods.under(exchange=decision.written), decision.forecast.compute_s
-        rest = self._remainder.cost(methods, self.pump.channel, basis.links, price=basis.price, compute_s=compute_s)
-        taken = {"exposed_s": rest.exposed_s, "update_s": rest.update_s}
-        return self._price(decision.written).model_copy(update=taken)
 
     @property
     def _largest_bytes(self) -> int:
@@ -396,14 +392,8 @@ class ExchangeSelector:
         if self._basis is not None and self._basis.profile.knows:
             return self._basis.profile, self._basis.rehearsal
         params = trainable(self.engine.module)
-        self._remainder = StepRemainder.measured(
-            params,
-            self.run.optimizer,
-            self.methods.sharding,
-            self.run.walk,
-            channel=self.pump.channel,
-            device=self.engine.device,
-        )
+        sharding, channel = self.methods.sharding, self.pump.channel
+        self._remainder = StepRemainder.measured(params, self.run.optimizer, sharding, self.run.walk, channel)
         timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
         return ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick), rehearsal
 

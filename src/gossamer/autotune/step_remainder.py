@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.update_time import update_seconds
 from gossamer.comm.channel import Channel, gathered
+from gossamer.comm.message import ProcessGroups
 from gossamer.optimizer import Optimizer
 from gossamer.plan import gather_wait_seconds
-from gossamer.plan.exchange import MessagePrice
 from gossamer.recipe import PlanMethods
 from gossamer.sharding import Sharding, UnshardOrder, holdings, shapes_of
 from gossamer.spec.cost import Cost
-from gossamer.spec.network import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +35,27 @@ class StepRemainder:
         optimizer: Optimizer | None,
         sharding: Sharding,
         walk: UnshardOrder | None,
-        *,
         channel: Channel,
-        device: torch.device,
     ) -> StepRemainder:
-        """Time an update of each rank's rows; all ranks must call it together.
+        """Time an update of each rank's rows of `params`; all ranks must call it together.
 
         The update is not known of states in a file, nor where `optimizer` is None.
         """
         shapes, mine = shapes_of(params), 0.0
         if optimizer is not None and not sharding.is_tiered:
             held = holdings(sharding.deal(channel.levels), shapes, channel.rank)
-            mine = update_seconds(optimizer, params, held, device)
+            mine = update_seconds(optimizer, params, held)
         return StepRemainder(shapes, float(gathered(channel, [mine]).max()), walk)
 
-    def cost(
-        self, methods: PlanMethods, channel: Channel, links: Network, *, price: MessagePrice, compute_s: float
-    ) -> Cost:
-        """Return the seconds of the update, with the hop in which ranks agree on it, and those waited for rows."""
-        shapes, levels = tuple(self.shapes.items()), channel.levels
-        waited_s = gather_wait_seconds(methods, shapes, levels, links, price=price, compute_s=compute_s, walk=self.walk)
-        agreed_s = 0.0 if levels.is_alone else links.levels["all"].hop_s
-        return Cost(exposed_s=waited_s, update_s=self.update_s + agreed_s)
+    def added(self, cost: Cost, methods: PlanMethods, basis: ChoiceBasis, levels: ProcessGroups) -> Cost:
+        """Return a step's `cost` with its seconds: of the update, with the hop in which ranks agree, and of waiting.
+
+        `methods`: the plan's, for the step's buckets and sharding; `basis`: what its exchanges were chosen by.
+        """
+        shapes, links = tuple(self.shapes.items()), basis.links
+        waited_s = gather_wait_seconds(
+            methods, shapes, levels, links, price=basis.price, compute_s=cost.compute_s, walk=self.walk
+        )
+        update_s = self.update_s + (0.0 if levels.is_alone else links.levels["all"].hop_s)
+        times = {"exposed_s": cost.exposed_s + waited_s, "update_s": update_s}
+        return cost.model_copy(update={**times, "step_s": cost.step_s + waited_s + update_s})

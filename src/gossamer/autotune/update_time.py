@@ -17,9 +17,7 @@ _MOST_NUMEL = 1 << 24  # of a group, unless one parameter has more: so much memo
 _MOST_S = 2.0  # then the rest is taken to be like what was timed
 
 
-def update_seconds(
-    rule: Optimizer, params: Mapping[str, Tensor], holdings: Mapping[str, Holding], device: torch.device
-) -> float:
+def update_seconds(rule: Optimizer, params: Mapping[str, Tensor], holdings: Mapping[str, Holding]) -> float:
     """Return the seconds of an update of the rows that `holdings` own; 0 where nothing can be timed by itself.
 
     That is so of optimizers that take in vectors of their layers first. `params`: those that are trained.
@@ -28,6 +26,7 @@ def update_seconds(
         return 0.0
     owned = {name: holdings[name].owned.rows for name in params if holdings[name].owned.rows.count}
     shapes = {n: (rows.count, *params[n].shape[1:]) if params[n].dim() else () for n, rows in owned.items()}
+    device = next((p.device for p in params.values()), torch.device("cpu"))
     done, spent_s, began = 0, 0.0, time.perf_counter()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         for names in _groups(shapes, at_once=rule.has_one_clip):
