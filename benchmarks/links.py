@@ -107,7 +107,9 @@ def in_turns(asked: argparse.Namespace, methods: list[Method]) -> list[tuple[Tur
             methods, links, free, model=asked.model, rounds=asked.turns, steps=asked.steps_of_a_turn
         )
         results = interleaved.run(todo, say)
-        found += [(Turn(p.method, p.link, p.length, 0, p.model), r) for p, r in zip(todo, results, strict=True)]
+        for one, result in zip(todo, results, strict=True):
+            rounds = enumerate(interleaved.by_turn(result, one))
+            found += [(Turn(one.method, one.link, one.length, turn, one.model), row) for turn, row in rounds]
     return found
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from links import setting
@@ -71,7 +72,7 @@ def run(all_of_them: Sequence[Program], say: Callable[[str], None]) -> list[dict
             for process in started:
                 process.terminate()
                 process.wait()
-        return [_counted(json.loads(out.splitlines()[-1]), one) for out, one in zip(outputs, all_of_them, strict=True)]
+        return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
 def _started(folder: Path, one: Program) -> subprocess.Popen[str]:
@@ -91,15 +92,13 @@ def _wait(
         time.sleep(_LOOK_S)
 
 
-def _counted(found: dict[str, Any], one: Program) -> dict[str, Any]:
-    """Return the figures without the steps that follow those of other programs."""
+def by_turn(found: dict[str, Any], one: Program) -> list[dict[str, Any]]:
+    """Return the figures of each turn, without its first step: that follows a step of another program."""
     if "error" in found:
-        return found
-    from statistics import median
-
-    steps_s = [s for at, s in enumerate(found["steps_s"]) if at % one.steps]
-    step_s = median(steps_s)
-    return {**found, "steps_s": steps_s, "step_s": step_s, "tokens_per_s": setting.tokens(one.link.hosts) / step_s}
+        return [found]
+    turns = [found["steps_s"][at + 1 : at + one.steps] for at in range(0, len(found["steps_s"]), one.steps)]
+    tokens = setting.tokens(one.link.hosts)
+    return [{**found, "steps_s": t, "step_s": median(t), "tokens_per_s": tokens / median(t)} for t in turns]
 
 
 def main() -> None:

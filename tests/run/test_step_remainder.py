@@ -86,6 +86,24 @@ def test_what_is_too_much_to_time_is_taken_to_be_like_the_rest(monkeypatch: pyte
     assert rule.given == [{"w0": (40, 8)}] * 3, "after a group of 120 s there is no time for another"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+@pytest.mark.parametrize("name", optimizer.names())
+def test_every_optimizer_can_be_timed(name: str, sharding: str, dtype: torch.dtype) -> None:
+    """A run that trains must not end before its first step because it was forecast."""
+    rule = optimizer.build(name)
+    if sharding != "none" and not rule.by_element:
+        sharding = "whole"
+    shapes = ((17, 9), (9,), (), (1, 1), (0, 3), (2, 3, 4), (41, 131), (64, 8, 3, 3))
+    params: dict[str, Tensor] = {
+        f"layer.{i}.weight": nn.Parameter(torch.rand(s).to(dtype)) for i, s in enumerate(shapes)
+    }
+    deal = sharding_of({"zero1": {"whole": True}} if sharding == "whole" else sharding).deal(ProcessGroups.flat(2))
+    for rank in range(2):
+        taken_s = update_seconds(rule, params, holdings(deal, shapes_of(params), rank))
+        assert taken_s > 0 or rule.wants_vectors(params)
+
+
 def remainder(sharding: Any, rule: Optimizer | None = ADAMW) -> StepRemainder:
     channel = LoopbackChannel(0, ProcessGroups.flat(2))
     return StepRemainder.measured(params_of(64), rule, sharding_of(sharding), None, channel)

@@ -10,8 +10,7 @@ so what both wait for is a lower bound where they meet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 from gossamer.comm.bucket import Layout
@@ -21,9 +20,11 @@ from gossamer.plan.exchange import MessagePrice, PricedMessage, StepMeasurements
 from gossamer.plan.exchange.send_order import Job, schedule_jobs
 from gossamer.recipe import PlanMethods
 from gossamer.sharding import UnshardOrder, UnshardUnit, gather_traffic, unit_traffic
+from gossamer.spec.clock import TimedTask, compute, play, wire
 from gossamer.spec.network import Network
 
 _BACKWARD = 2 / 3  # of computing
+_THREAD = "communication parameters"
 _NOTHING = StepMeasurements((), 0.0, 0.0, 0.0)
 
 
@@ -60,7 +61,8 @@ def gather_wait_seconds(
     if walk is None or not sharding.takes_parameters:
         return after_s
     gathers = {unit.name: unsharded(unit) for unit in (walk.always, *walk.units)}
-    return after_s + _units_s(walk, gathers, compute_s, methods.plan.microbatches[0])
+    tasks = tasks_of_units(walk, gathers, compute_s, methods.plan.microbatches[0])
+    return after_s + play(tasks).end_s - sum(task.seconds for task in tasks if task.on == compute(0))
 
 
 def _job(messages: tuple[PricedMessage, ...]) -> Job:
@@ -69,38 +71,35 @@ def _job(messages: tuple[PricedMessage, ...]) -> Job:
     return 0.0, turns_s, tuple((one.link, one.busy_s, one.latency_s, one.hops) for one in messages)
 
 
-@dataclass(slots=True)
-class _Line:
-    """The links while units are gathered: the messages of one gather follow each other, and wait for gathers before."""
+def tasks_of_units(
+    walk: UnshardOrder, gathers: Mapping[str, Sequence[PricedMessage]], compute_s: float, microbatches: int
+) -> list[TimedTask]:
+    """Return the tasks of a step's units, which run one after the other, and of the gathers that each begins.
 
-    free: dict[str, float] = field(default_factory=dict)  # by link, when it has carried what was begun
-
-    def arrival_s(self, now: float, messages: Iterable[PricedMessage]) -> float:
-        """Return when the messages of a gather that begins `now` have arrived."""
-        for one in messages:
-            begins = max(now + one.start_s, self.free.get(one.link, 0.0))
-            self.free[one.link] = begins + one.busy_s
-            now = self.free[one.link] + one.latency_s * one.hops
-        return now
-
-
-def _units_s(
-    walk: UnshardOrder, gathers: dict[str, tuple[PricedMessage, ...]], compute_s: float, microbatches: int
-) -> float:
-    """Return what a step of `compute_s` waits for the units that it runs one after the other."""
-    numels = [_numel(unit) for unit in walk.units]
-    total = max(1, _numel(walk.always) + sum(numels))
-    line, there = _Line(), dict[int, float]()
-    now = waited_s = 0.0
-    always_s = line.arrival_s(now, gathers[walk.always.name])
+    `gathers`: the messages of one gather, by the unit's name.
+    """
+    total = max(1, _numel(walk.always) + sum(map(_numel, walk.units)))
+    tasks, there, ran = list[TimedTask](), dict[int, tuple[int, ...]](), tuple[int, ...]()
+    _begin(tasks, gathers[walk.always.name], ())
     for visit in walk.visits(microbatches):
         for index in visit.gathered:
-            there[index] = line.arrival_s(now, gathers[walk.units[index].name])
-        needed_s = there[visit.index]  # which is after what was begun before it: that which stays for the whole step
-        waited_s += max(0.0, needed_s - now)
+            there[index] = _begin(tasks, gathers[walk.units[index].name], ran)
         part = 1 - _BACKWARD if visit.is_forward else _BACKWARD
-        now = max(now, needed_s) + part * compute_s / microbatches * numels[visit.index] / total
-    return waited_s if numels else always_s
+        seconds = part * compute_s / microbatches * _numel(walk.units[visit.index]) / total
+        # What stays for the whole step was begun before the first unit, on the same links.
+        tasks.append(TimedTask(compute(0), seconds, (*ran, *there[visit.index])))
+        ran = (len(tasks) - 1,)
+    return tasks
+
+
+def _begin(tasks: list[TimedTask], messages: Sequence[PricedMessage], after: tuple[int, ...]) -> tuple[int, ...]:
+    """Append a gather, whose messages follow each other; return the task that ends it, or `after` if it has none."""
+    for one in messages:
+        tasks.append(TimedTask(_THREAD, one.start_s, after))
+        begun = (len(tasks) - 1,)
+        tasks.append(TimedTask(wire(one.link), one.busy_s, begun, latency_s=one.latency_s * one.hops))
+        after = (len(tasks) - 1,)
+    return after
 
 
 def _numel(unit: UnshardUnit) -> int:
