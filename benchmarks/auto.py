@@ -1,6 +1,6 @@
 """What `plan.exchange: auto` chooses, over a grid of ranks, rates and latencies, beside the best uniform setting.
 
-    python benchmarks/auto.py --lab [--settings gpt2:2:100mbit:10,llama:4:1gbit:0] [--turns 5] [--steps 8] [--json]
+    python benchmarks/auto.py --lab [--settings gpt2:2:100mbit:10,llama:4:1gbit:0] [--turns 5] [--steps 4] [--json]
     python benchmarks/auto.py [--quick] [--models gpt2,llama,wide] [--ranks 2,4] [--rates 1e8,1e9] [--latencies 1e-3]
                               [--speedups 1,33] [--lossy true,false] [--processes 1] [--json]
     python benchmarks/auto.py --random 200 [--seed 0] [--json]
@@ -20,9 +20,9 @@ With --random, rows are points drawn at random (`auto/drawn.py`): of models of f
 links of one kind or between islands of ranks, twice each: lossy and exact. Only the whole grid is recorded.
 
 With --lab, real hosts train on links that are shaped (needs root, Linux): a row is a model, hosts, the rate of each
-host's link and the milliseconds of a round trip; auto trains in turns with every candidate named by hand for all
-gradients. `behind` is then auto's measured step over the best of those, less 1; `forecast_error` measured over
-forecast, less 1.
+host's link and the milliseconds of a round trip; auto and every candidate named by hand for all gradients train at
+once, in turns of a few steps. `behind` is then auto's measured step over the best of those, less 1; `forecast_error`
+measured over forecast, less 1.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def main() -> None:
     read.add_argument("--settings", default="", help="of the laboratory; all by default")
     read.add_argument("--by-hand", default="", help="of the laboratory: names, such as int8,ACP; all by default")
     read.add_argument("--turns", type=int, default=5)
-    read.add_argument("--steps", type=int, default=8, help="of a round in the laboratory, after two that do not count")
+    read.add_argument("--steps", type=int, default=4, help="of a turn in the laboratory; the first does not count")
     asked = read.parse_args()
     if asked.lab:
         in_lab(asked)

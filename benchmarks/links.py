@@ -14,7 +14,8 @@ target loss are the product. What was measured is kept in the user's cache, and 
     --delay 10                       besides, every method at --delay-rate with so many ms one way (first of --hosts)
     --exchange NAME=YAML             an exchange of one's own as a row: --exchange 'mine={two_shot: int8}'
     --turns 8                        on a machine whose speed varies: all programs train at once and take turns of four
-                                     steps, so that each has its share of every minute; takes the memory of all of them
+                                     steps, so that each has its share of every minute; takes the memory of all of
+                                     them, but of no more than --at-once hosts
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def arguments() -> argparse.Namespace:
     read.add_argument("--alternations", type=int, default=5)
     read.add_argument("--turns", type=int, default=0, help="all programs at once, in so many turns of a few steps")
     read.add_argument("--steps-of-a-turn", type=int, default=4, help="the first of them does not count")
+    read.add_argument("--at-once", type=int, default=14, help="hosts that take turns together; each has 1 to 2 GB")
     read.add_argument("--cache", type=Path, default=venvs.folder())
     read.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="losses at a time")
     read.add_argument("--record", default="links", help="name of the file in docs/results")
@@ -99,17 +101,27 @@ def arguments() -> argparse.Namespace:
 
 
 def in_turns(asked: argparse.Namespace, methods: list[Method]) -> list[tuple[Turn, dict[str, Any]]]:
-    """The figures of all methods on all links of each number of hosts, trained at once in turns."""
+    """The figures of all methods on all links of each number of hosts, trained at once in turns.
+
+    Where they are too many for `--at-once` hosts, the denominators train again beside the next ones.
+    """
     found = []
     for links in link_groups(asked):
         free = replace(links[0], rate=UNSHAPED, delay_ms=0.0, between="")
-        todo = interleaved.programs(
-            methods, links, free, model=asked.model, rounds=asked.turns, steps=asked.steps_of_a_turn
-        )
-        results = interleaved.run(todo, say)
-        for one, result in zip(todo, results, strict=True):
-            rounds = enumerate(interleaved.by_turn(result, one))
-            found += [(Turn(one.method, one.link, one.length, turn, one.model), row) for turn, row in rounds]
+        programs = max(1, asked.at_once // links[0].hosts - 2)  # beside both denominators
+        size = max(1, programs // len(links))
+        for begin in range(0, len(methods), size):
+            todo = interleaved.programs(
+                methods[begin : begin + size],
+                links,
+                free,
+                model=asked.model,
+                rounds=asked.turns,
+                steps=asked.steps_of_a_turn,
+            )
+            for one, result in zip(todo, interleaved.run(todo, say), strict=True):
+                rounds = enumerate(interleaved.by_turn(result, one), begin * asked.turns)
+                found += [(Turn(one.method, one.link, one.length, turn, one.model), row) for turn, row in rounds]
     return found
 
 

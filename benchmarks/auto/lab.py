@@ -1,21 +1,24 @@
 """What `plan.exchange: auto` measures on real rate-limited links, beside uniform settings named by hand.
 
-Every row is a setting of the laboratory: a model, hosts, the rate of each host's link, the round trip between two. In
-every turn each method trains from new, auto among them; the turns change who goes first, so that a machine that slows
-down slows all of them.
+Every row is a setting of the laboratory: a model, hosts, the rate of each host's link, the round trip between two.
+auto and some methods, as many as memory holds, train at once and take turns of a few steps (`links.turns`), so that a
+machine that slows down slows all of them; then auto starts anew beside the next ones. Methods whose bytes alone take
+many seconds are not tried, those that are far behind end after a turn.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from gossamer.plan.exchange import CANDIDATES
+from links import interleaved
+from links.interleaved import Program
 from links.method import Method
-from links.rounds import Length, Link, measure
+from links.rounds import Link
+from links.setting import PARAMETERS
 
 AUTO = Method("auto", False, {"exchange": "auto", "lossy": True})
 BY_HAND = tuple(  # without those that the others beat on every link between few hosts, or that serve tables alone
@@ -23,7 +26,9 @@ BY_HAND = tuple(  # without those that the others beat on every link between few
     for one in CANDIDATES
     if one.said not in ("recursive doubling", "star", "sparse all-reduce")
 )
-_UNSHAPED_STEP_S, _START_S, _SLOWEST_S = 1.5, 120.0, 60.0
+BITS = {"all-reduce": 32, "bf16 two-shot": 16, "bf16 recursive doubling": 16, "int8 two-shot": 8, "int4 two-shot": 4}
+_HOPELESS_S, _SLOWEST = 8.0, 1.5  # of bytes alone in a step of 1 to 3 s; of a first turn, in those of auto
+_HOSTS_AT_ONCE = 14  # a host takes 1 to 2 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +65,71 @@ SETTINGS = (
 def rows(
     settings: Sequence[Setting], methods: Sequence[Method], *, turns: int, steps: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per setting: `auto_s` and `best_uniform_s` are medians over all steps of all turns."""
+    """Yield a row per setting, out of `turns` turns of `steps` steps; the first step of each turn does not count."""
     for one in settings:
-        found = defaultdict[str, list[dict[str, Any]]](list)
-        for turn in range(turns):
-            for method in (AUTO, *methods)[:: 1 if turn % 2 == 0 else -1]:
-                if (result := _measured(method, one, steps)) is not None:
-                    found[method.name].append(result)
-                    say(f"{one}: {method.name} {result.get('error') or result['step_s']}")
-        yield _row(one, found)
+        named = [method for method in methods if _wire_s(method, one) < _HOPELESS_S]
+        at_once = max(1, _HOSTS_AT_ONCE // one.hosts - 1)
+        groups = [
+            _group((AUTO, *named[at : at + at_once]), one, turns, steps, say) for at in range(0, len(named), at_once)
+        ]
+        yield _row(one, groups)
 
 
-def _measured(method: Method, one: Setting, steps: int) -> dict[str, Any] | None:
-    """Return a round's figures; None for one whose steps would take longer than it is worth: it cannot be the best."""
+def _wire_s(method: Method, one: Setting) -> float:
+    """Return the seconds that all bytes of a code that sends every number take on one host's link; 0 for others."""
     rate = float(one.rate.removesuffix("mbit")) if one.rate.endswith("mbit") else 1e3 * float(one.rate[:-4])
-    if method.plan["exchange"] == "dense" and 8 * 4 * 12.6 / rate > _SLOWEST_S:
-        return None
-    limit_s = _START_S + (steps + 2) * _SLOWEST_S
-    return measure(method, one.link(), Length(steps, 2, limit_s), model=one.model)
+    megabits = PARAMETERS[one.model] * BITS.get(method.name, 0) / 1e6
+    return 2 * (one.hosts - 1) / one.hosts * megabits / rate
 
 
-def _row(one: Setting, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    steps_s = {name: [s for r in rounds for s in r.get("steps_s", ())] for name, rounds in found.items()}
-    errors = {name: r["error"] for name, rounds in found.items() for r in rounds if "error" in r}
-    times = {name: median(all_s) for name, all_s in steps_s.items() if all_s}
-    auto = [r for r in found["auto"] if "error" not in r]
-    by_hand = {name: seconds for name, seconds in times.items() if name != "auto"}
-    best = min(by_hand, key=lambda name: by_hand[name])
+def _group(
+    methods: Sequence[Method], one: Setting, turns: int, steps: int, say: Callable[[str], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of `methods` by turn, all of which train at once, in turns (`links.turns`)."""
+    todo = [Program(f"p{i}", method, one.link(), one.model, turns, steps) for i, method in enumerate(methods)]
+    results = interleaved.run(todo, lambda line: say(f"{one}: {line}"), slowest=_SLOWEST)
+    return {
+        program.method.name: interleaved.by_turn(found, program) for program, found in zip(todo, results, strict=True)
+    }
+
+
+def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+    """Return a setting's row. `behind`: of the group, a part of the methods beside auto, in which auto is furthest so.
+
+    auto_s, best_uniform_s: of that group, medians over all steps of all turns.
+    """
+    times = [{name: _median(turns) for name, turns in group.items() if "error" not in turns[0]} for group in groups]
+    by_hand = [{name: s for name, s in group.items() if name != AUTO.name} for group in times]
+    worst = max((at for at in range(len(groups)) if by_hand[at]), key=lambda at: _behind(times[at], by_hand[at]))
+    best = min(by_hand[worst], key=lambda name: by_hand[worst][name])
+    auto = [group[AUTO.name] for group in groups]
+    firsts = [turns[0] for turns in auto]
     return {
         "model": one.model,
         "hosts": one.hosts,
         "rate": one.rate,
         "round_trip_ms": one.round_trip_ms,
-        "auto_s": times["auto"],
+        "auto_s": times[worst][AUTO.name],
         "best_uniform": best,
-        "best_uniform_s": by_hand[best],
-        "behind": times["auto"] / by_hand[best] - 1,
-        "forecast_s": median(r["forecast"]["step_s"] for r in auto),
-        "forecast_error": median(r["step_s"] / r["forecast"]["step_s"] - 1 for r in auto),
-        "exposed_s": median(r["exposed_s"] for r in auto),
-        "forecast_exposed_s": median(r["forecast"]["exposed_s"] for r in auto),
-        "compute_s": median(r["compute_s"] for r in auto),
-        "forecast_compute_s": median(r["forecast"]["compute_s"] for r in auto),
-        "auto": [r["because"] for r in auto],
-        "tried": [r["tried"] for r in auto],
-        "step_s": {name: round(seconds, 4) for name, seconds in sorted(times.items(), key=lambda item: item[1])},
-        "wire_bytes": {n: rounds[-1]["wire_bytes"] for n, rounds in found.items() if "error" not in rounds[-1]},
-        "errors": errors,
+        "best_uniform_s": by_hand[worst][best],
+        "behind": _behind(times[worst], by_hand[worst]),
+        "forecast_s": median(r["forecast"]["step_s"] for r in firsts),
+        "forecast_error": median(r["step_s"] / r["forecast"]["step_s"] - 1 for turns in auto for r in turns),
+        "exposed_s": median(r["exposed_s"] for r in firsts),
+        "forecast_exposed_s": median(r["forecast"]["exposed_s"] for r in firsts),
+        "compute_s": median(r["compute_s"] for r in firsts),
+        "forecast_compute_s": median(r["forecast"]["compute_s"] for r in firsts),
+        "auto": [r["because"] for r in firsts],
+        "tried": [r["tried"] for r in firsts],
+        "step_s": [{name: round(group[name], 4) for name in sorted(group, key=group.__getitem__)} for group in times],
+        "wire_bytes": {n: t[0]["wire_bytes"] for group in groups for n, t in group.items() if "error" not in t[0]},
+        "left_out": {n: t[0]["error"] for group in groups for n, t in group.items() if "error" in t[0]},
     }
+
+
+def _median(turns: Sequence[dict[str, Any]]) -> float:
+    return median(s for turn in turns for s in turn["steps_s"])
+
+
+def _behind(times: Mapping[str, float], by_hand: Mapping[str, float]) -> float:
+    return times[AUTO.name] / min(by_hand.values()) - 1

@@ -7,6 +7,7 @@ measured alone. Its first turn does not count, nor does the first step of any tu
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -53,26 +54,54 @@ def programs(
     return [Program(f"p{i}", *pair, model, rounds, steps) for i, pair in enumerate(found.values())]
 
 
-def run(all_of_them: Sequence[Program], say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the figures of every program, in their order. Raises SystemExit where one hangs."""
+def run(
+    all_of_them: Sequence[Program], say: Callable[[str], None], *, slowest: float = math.inf
+) -> list[dict[str, Any]]:
+    """Return the figures of every program, in their order. Raises SystemExit where one hangs, or says nothing.
+
+    slowest: a program whose first turn takes more than so many times that of the first program ends with that turn;
+    its figures are `error`, which says so, and `step_s` of that turn.
+    """
     with tempfile.TemporaryDirectory() as text:
-        folder, started = Path(text), list[subprocess.Popen[str]]()
+        folder, started, found = Path(text), dict[str, subprocess.Popen[str]](), dict[str, dict[str, Any]]()
+        first_s = math.inf
         try:
             for one in all_of_them:
-                started.append(_started(folder, one))
-                _wait(folder, one, -1, started[-1], _START_S)
+                started[one.name] = _started(folder, one)
+                _wait(folder, one, -1, started[one.name], _START_S)
                 say(f"{one.method.name} on {one.link.hosts} hosts, {one.link.rate}: at its first step")
             for number in range(all_of_them[0].rounds + 1):
-                for one, process in list(zip(all_of_them, started, strict=True))[:: 1 if number % 2 == 0 else -1]:
+                for one in all_of_them[:: 1 if number % 2 == 0 else -1]:
+                    if one.name in found:
+                        continue
+                    began = time.monotonic()
                     give(folder, one.name, number)
                     last = number == one.rounds
-                    _wait(folder, one, number, process, _START_S + one.steps * _STEP_S, to_end=last)
-            outputs = [process.communicate()[0] for process in started]
+                    _wait(folder, one, number, started[one.name], _START_S + one.steps * _STEP_S, to_end=last)
+                    turn_s = time.monotonic() - began
+                    first_s = min(first_s, turn_s) if one is all_of_them[0] else first_s
+                    if number == 0 and turn_s > slowest * first_s:
+                        step_s = turn_s / one.steps
+                        why = f"left out after its first turn, {step_s:.1f} s a step"
+                        found[one.name] = {"error": why, "step_s": step_s}
+                        say(f"{one.method.name}: {why}")
+                        started[one.name].terminate()
+            for one in all_of_them:
+                if one.name not in found:
+                    found[one.name] = _said(one, started[one.name].communicate()[0])
         finally:
-            for process in started:
+            for process in started.values():
                 process.terminate()
                 process.wait()
-        return [json.loads(out.splitlines()[-1]) for out in outputs]
+        return [found[one.name] for one in all_of_them]
+
+
+def _said(one: Program, output: str) -> dict[str, Any]:
+    """Return the figures that a program printed last."""
+    if not output.strip():
+        raise SystemExit(f"{one.method.name} at {one.link.rate}: the program ended without a figure")
+    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return figures
 
 
 def _started(folder: Path, one: Program) -> subprocess.Popen[str]:

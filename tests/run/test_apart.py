@@ -15,7 +15,7 @@ import yaml
 from contracts.test_sync import APART, SETTINGS
 from gossamer.store.checkpoint import latest_good
 from pool import Pool
-from run.test_tiers import combined
+from run.by_day import combined
 
 
 def sections(written: Any, **machines: Any) -> dict[str, dict[str, Any]]:

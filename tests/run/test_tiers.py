@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +17,10 @@ from torch import Tensor
 from gossamer.sharding import read_tiers
 from gossamer.store.checkpoint import list_checkpoints, open_checkpoint
 from pool import Pool
+from run.by_day import combined
 
 DIVIDED = {"shard_group": "all"}
 OF_TORCH = {"from_class": {"path": "torch.optim:Adam"}}
-
-
-def combined(*values: Iterable[Any], by_day: list[tuple[Any, ...]]) -> list[Any]:
-    """Return all combinations of `values` as parameters of a test; those that are not of `by_day` run nightly."""
-    chosen = itertools.product(*values)
-    return [pytest.param(*one, marks=[] if one in by_day else pytest.mark.nightly) for one in chosen]
-
-
 LIMITS = {"device": "64MB", "host": "64MB", "file": "64MB"}
 
 
