@@ -135,6 +135,7 @@ def main() -> None:
     read.add_argument("--settings", default="", help="of the laboratory; all by default")
     read.add_argument("--by-hand", default="", help="of the laboratory: names, such as int8,ACP; all by default")
     read.add_argument("--turns", type=int, default=5)
+    read.add_argument("--record", default="auto_lab", help="of the laboratory: name of the file in docs/results")
     read.add_argument("--steps", type=int, default=4, help="of a turn in the laboratory; the first does not count")
     asked = read.parse_args()
     if asked.lab:
@@ -197,7 +198,7 @@ def in_lab(asked: argparse.Namespace) -> None:
         "worst_forecast_error": max((row["forecast_error"] for row in rows), key=abs),
         "rows": rows,
     }
-    publish("auto_lab", figures, script="auto")
+    publish(asked.record, figures, script="auto")
 
 
 def print_aside(line: str) -> None:
