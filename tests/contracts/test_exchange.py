@@ -137,6 +137,22 @@ def test_half_precision_buckets_are_served(name: str) -> None:
 
 
 @each
+def test_double_precision_buckets_are_served(name: str) -> None:
+    """Without loss means in double precision: models in float64 are not rounded to float32 on the way."""
+    one, where = crew.example(name), crew.layout(dtype=torch.float64)
+    given = [crew.bucket(where, r) for r in range(2)]
+    exact = sum(share * b.flat for share, b in zip(crew.weights(2), given, strict=True))
+    outcomes, channels = crew.world(one, 2, given, [one.init(where)] * 2)
+    assert outcomes[0].mean.dtype == torch.float64 and torch.equal(outcomes[0].mean, outcomes[1].mean)
+    if one.traits.lossless:
+        torch.testing.assert_close(outcomes[0].mean, exact, rtol=1e-13, atol=1e-13)
+    priced = CountingChannel(0, channels[0].levels)
+    priced.charge(one.traffic(where, channels[0].levels, 0))
+    if one.traits.fixed_size:
+        assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+@each
 def test_a_rank_without_weight_does_not_count(name: str) -> None:
     """A rank whose sequences hold no label has a share of zero, and zero gradients."""
     one, where, levels = crew.example(name), crew.layout(), crew.levels_of(2)

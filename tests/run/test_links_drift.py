@@ -590,3 +590,93 @@ def test_where_steps_wait_for_more_than_the_exchange_nothing_is_put_down_to_it(w
     exchanger.settle(automatic=True, hosts=2)
     assert exchanger._steps.expected is None
     assert not any(walk(exchanger, [(9.0, 9.0, 9.0)] * 4))
+
+
+def test_what_stays_after_a_drift_has_its_own_forecast_and_goes_on_being_compared(world, monkeypatch) -> None:
+    """Its buckets are not those of the choice that was made anew; the log says what is in force."""
+    far = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1.0, bytes_per_s=1e12)})
+    exchanger, here = world([FLAT_SLOW, far])
+    int8 = MethodConfig("error_feedback", {"inner": {"two_shot": {"codec": "int8"}}}).written()
+    real = choice_basis.choose
+
+    def decide(*given: Any, **more: Any) -> Decision:
+        found = real(*given, **more)
+        return Named(found.best, found.dense, found.candidates, found.also, int8)
+
+    monkeypatch.setattr(choice_basis, "choose", decide)
+    before, made = exchanger.settle(automatic=True, hosts=2), exchanger._decision
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None and made is not None
+    now, basis = exchanger._decision, exchanger._basis
+    assert now is not None and basis is not None
+    assert now.buckets == exchanger.plan.buckets == before.buckets != basis.fastest().buckets
+    assert now.best.picked == made.best.picked and exchanger.plan.turns == before.turns
+    assert exchanger.plan.forecast.exposed_s > 1.0 > before.forecast.exposed_s
+    assert "the links have drifted; the exchange stays: " in here.told[-1]
+    assert "takes 2 s more than all-reduce with 6 s exposed (links: " in here.told[-1]
+    assert exchanger._steps.expected is not None and exchanger._steps.expected.exposed_s > 1.0
+
+
+def test_a_resumed_run_with_sharded_parameters_keeps_its_exchange_when_links_drift(world) -> None:
+    """Its parameters are in parts then: a step cannot be rehearsed. It is said, and nothing is probed."""
+    exchanger, here = world([], exchange="dense", sharding="zero3")
+    exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = MEASURE
+    before = exchanger.plan
+    assert drift(exchanger, 40, rate=1e9) is None
+    assert exchanger.plan == before and here.rehearsed == []
+    assert "the links have drifted; the exchange stays: with sharded parameters" in here.told[-1]
+    assert exchanger._watch.every == 40
+
+
+def test_what_is_chosen_after_trials_is_timed_by_the_steps_of_the_trial_that_was_best(world) -> None:
+    """The second one computed less and waited long, so the first one stays, and nothing of the second."""
+    exchanger, _ = world([FLAT_SLOW])
+    made = list[Any]()
+
+    def times(plan: Plan, step: int) -> StepTimes:
+        assert exchanger._decision is not None
+        best = exchanger._decision.best
+        found = StepTimes.forecast(best.facts, best.picked)
+        made.append(plan.exchange)
+        if len(made) == 1:
+            return replace(found, exposed_s=found.exposed_s + 0.3)
+        return StepTimes(0.5 * found.compute_s, found.exposed_s + 1.0, found.encode_s)
+
+    exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times))  # type: ignore[arg-type]
+    exchanger.settle(automatic=True, hosts=2)
+    assert len(made) > 1, "no second trial: this proves nothing"
+    decision, basis = exchanger._decision, exchanger._basis
+    assert decision is not None and basis is not None and exchanger.plan.exchange == made[0]
+    assert decision.best.facts in basis.facts
+
+
+def test_step_times_are_kept_only_where_they_are_looked_at(world) -> None:
+    exchanger, _ = world([], exchange="dense")
+    exchanger.settle(automatic=False, hosts=1)
+    for step in range(1, 200):
+        assert exchanger.replan(step, 1.0, 0.1) is None
+    assert exchanger._steps._steps == []
+
+
+def test_a_round_apart_waits_for_links_as_steps_have_shown_them(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial in which messages took longer is of the same links as the rounds it is compared with."""
+    seen = list[Any]()
+    real = exchange_selection.choose_period
+
+    def choose_period(decision: Decision, facts: Any, **more: Any) -> Any:
+        seen.append(facts)
+        return real(decision, facts, **more)
+
+    monkeypatch.setattr(exchange_selection, "choose_period", choose_period)
+    for late in (1.0, 4.0):
+        exchanger, _ = world([FLAT_SLOW], sync="auto")
+
+        def times(plan: Plan, step: int, one: ExchangeSelector = exchanger, factor: float = late) -> StepTimes:
+            assert one._decision is not None
+            best = one._decision.best
+            return StepTimes.forecast(Calibration(messages=factor).applied(best.facts), best.picked)
+
+        exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times))  # type: ignore[arg-type]
+        exchanger.settle(automatic=True, hosts=2)
+    assert sum(seen[1].fragments_s) > 2 * sum(seen[0].fragments_s)

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from gossamer import exchange as exchange_methods
+from gossamer import sharding as sharding_methods
 from gossamer.autotune import exchange_profile
 from gossamer.autotune.adaptive_compression import AdaptiveCompression
 from gossamer.autotune.exchange_profile import EncodeTimes, ExchangeProfile
+from gossamer.comm.bucket import Layout
 from gossamer.comm.channel import Channel
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
-from gossamer.plan.exchange import CANDIDATES, StepMeasurements, choose
+from gossamer.exchange import Exchange
+from gossamer.plan.exchange import CANDIDATES, Decision, MessagePrice, StepMeasurements, choose, priced
 from gossamer.policy import AdaptChoices
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
@@ -156,6 +159,75 @@ def test_of_a_table_what_any_rank_has_looked_up_is_sent(monkeypatch: pytest.Monk
     (bitmap, rows), (whole,) = apart.buckets[1].option(sparse).messages, apart.buckets[1].option(0).messages
     assert rows.busy_s == pytest.approx(0.3 * whole.busy_s, rel=1e-3) and bitmap.busy_s < 0.01 * whole.busy_s
     assert (min(occupied), max(occupied)) == (pytest.approx(0.3), 1.0)
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+def test_a_gradient_that_is_zero_at_first_counts_as_the_others(monkeypatch: pytest.MonkeyPatch, lossy: bool) -> None:
+    """Behind a head, or an adapter, that begins at zero; after one step it is dense. One on which no loss depends is
+    sent as sparse.
+    """
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda *_: (1e-3,) * 3)
+    rng = torch.Generator().manual_seed(1)
+    sizes = {"head": (16, 1024), "trunk": (1024, 1024)}
+    noise = {n: 3.0 * torch.randn(shape, generator=rng) for n, shape in sizes.items()}
+    params = {n: torch.empty(shape) for n, shape in sizes.items()}
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-3, bytes_per_s=2e6)})
+
+    def of(trunk: torch.Tensor, absent: frozenset[str] = frozenset()) -> tuple[ExchangeProfile, Decision]:
+        rehearsal = StepProfile(0.3, 0.2, dict.fromkeys(params, 0.2), {**noise, "trunk": trunk}, absent)
+        pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)))
+        found = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=True)
+        return found, choose(*found.facts(links, CANDIDATES, 1 << 28), lossy=lossy, candidates=CANDIDATES)
+
+    (later, usual), (first, begun) = of(noise["trunk"]), of(torch.zeros(1024, 1024))
+    assert first.idle == {"trunk"} and later.idle == frozenset() and first.occupied["trunk"] == 1.0
+    assert begun.written == usual.written and "sparse" not in begun.summary
+    assert begun.forecast.exposed_s == pytest.approx(usual.forecast.exposed_s)
+    assert first.squares["trunk"] == pytest.approx(later.squares["trunk"], rel=0.05)
+    for name, lost in first.lost.items():
+        assert lost["trunk"] == pytest.approx(later.lost[name]["trunk"], rel=0.1, abs=1e-3)
+    unused, spared = of(torch.zeros(1024, 1024), frozenset({"trunk"}))
+    assert unused.idle == frozenset() and unused.occupied["trunk"] == 0.0
+    assert spared.forecast.sent_bytes[0] < 0.1 * usual.plain.sent_bytes[0]
+
+
+def test_rows_in_use_are_those_of_all_micro_batches_at_most(by_rank: Any) -> None:
+    (channel,) = LocalChannel.world(1)
+    table = torch.zeros(640, 64)
+    table[:32] = 1.0
+    pump: Any = SimpleNamespace(channel=channel)
+    for count, part in ((1, 0.05), (8, 0.4), (32, 1.0)):
+        rehearsal = StepProfile(0.9, 0.3, {"table": 0.3}, {"table": table}, microbatches=count)
+        measured = ExchangeProfile.by(rehearsal, {"table": torch.empty(640, 64)}, CANDIDATES[:1], pump, knows=True)
+        assert measured.occupied["table"] == pytest.approx(part)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2"])
+def test_with_sharded_states_what_is_priced_is_what_is_sent(monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
+    """Means go to the owners of states: an all-reduce is half of one, a two-shot its first half."""
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
+    levels, one = ProcessGroups.flat(2), sharding_methods.build(sharding, key="plan.sharding")
+    params = {"a": torch.empty(512, 256), "b": torch.empty(512)}
+    rehearsal = StepProfile(0.3, 0.2, dict.fromkeys(params, 0.2), {n: torch.randn(p.shape) for n, p in params.items()})
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, levels))
+
+    def as_sent(given: Exchange) -> Exchange:
+        return one.exchange(given, one.deal(levels).path)
+
+    measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=True, as_sent=as_sent)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-3, bytes_per_s=2e6)})
+    (bucket,) = measured.facts(links, CANDIDATES, 1 << 28)[-1].buckets
+    where = Layout.of({n: params[n] for n in bucket.names})
+    served = 0
+    for candidate, option in zip(CANDIDATES, bucket.options, strict=True):
+        if option is not None:
+            sent = as_sent(ParameterRules.single(candidate.written))
+            by_rank = {rank: tuple(sent.expected_traffic(where, levels, rank, 1.0)) for rank in (0, 1)}
+            assert option.messages == priced(by_rank, levels, links, MessagePrice())[0], candidate.said
+            served += 1
+    whole = sum(p.nbytes for p in params.values())
+    assert served > 5 and sum(m.busy_s for m in bucket.option(0).messages) * 2e6 == pytest.approx(whole / 2, rel=0.01)
 
 
 def test_a_gradient_that_is_most_of_the_model_may_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,6 +133,22 @@ def test_a_profile_has_sparse_gradients_as_buckets_hold_them() -> None:
     assert dense.keys() == whole.keys() and dense["embed.weight"].any()
     for name, gradient in whole.items():
         assert gradient.layout == torch.strided and torch.equal(gradient, dense[name])
+
+
+def test_a_profile_draws_nothing_from_generators_that_the_data_draws_from() -> None:
+    """Else training would have other data than with the exchange named by hand."""
+    module = begin(HABITS[0])
+    parts = parts_of(module)
+    feed, drawn = Feed(parts.train, parts.plan, 0, 0), list[float]()
+
+    def fetch(step: int) -> Any:
+        drawn.append(float(torch.rand(())) + random.random() + float(np.random.rand()))
+        return feed.fetch(step)
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    profile_step(engine_of(parts), SimpleNamespace(fetch=fetch), trainable(module))  # type: ignore[arg-type]
+    assert drawn and torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
 @pytest.mark.parametrize("kind", HABITS)

@@ -27,8 +27,9 @@ class ChoiceBasis:
     """The measurements that a choice is based on.
 
     `facts`: those of a step with any of the `candidates` on the `links`, by size of buckets. `slowed`: by how much
-    steps have shown that more is to be expected; the facts contain it. `lossy`: whether lossy exchanges are allowed.
-    `price`: of messages; the facts contain it too.
+    steps have shown that more is to be expected of computing and encoding; `messages`: the factor of the messages, on
+    these links; the facts contain both. `lossy`: whether lossy exchanges are allowed. `price`: of messages; the facts
+    contain it too.
     """
 
     profile: ExchangeProfile
@@ -39,6 +40,7 @@ class ChoiceBasis:
     slowed: Calibration
     lossy: bool
     price: MessagePrice
+    messages: float = 1.0
 
     @staticmethod
     def of(
@@ -75,7 +77,18 @@ class ChoiceBasis:
 
     def corrected(self, by: Calibration) -> ChoiceBasis:
         """Return the measurements with one more correction."""
-        return replace(self, slowed=self.slowed.then(by), facts=tuple(by.applied(one) for one in self.facts))
+        facts = tuple(by.applied(one) for one in self.facts)
+        return replace(self, slowed=self.slowed.then(by), messages=self.messages * by.messages, facts=facts)
+
+    def again(self, decision: Decision, before: Decision) -> Decision | None:
+        """Return what `before` has chosen with the estimates of these measurements; None where they have none of it.
+
+        `decision`: one that was made from these measurements, for what it says of all-reduce.
+        """
+        cut = [one for one in self.facts if tuple(bucket.names for bucket in one.buckets) == before.buckets]
+        if not cut or self.candidates != before.candidates:
+            return None
+        return replace(decision, best=before.best.on(cut[0]))
 
     def fastest(self) -> Decision:
         """Return the buckets of the shortest step with the exchange of each."""
@@ -92,7 +105,7 @@ class ChoiceBasis:
     def planned(self, plan: Plan, decision: Decision, cost: Cost) -> Plan:
         """Return `plan` with the exchange of a decision, its reason and its forecast. `cost`: the bytes of a step."""
         link = self.links.levels.get("between", self.links.levels["all"])
-        said = f"{decision.reason}{self.rehearsal.remark} (links: {link.show()}; {self.price.show()})"
+        said = f"{decision.reason}{self._remark} (links: {link.show()}; {self.price.show()})"
         line = decision.forecast
         times = {name: getattr(line, name) for name in ("step_s", "compute_s", "wire_s", "exposed_s", "unhidden_s")}
         return plan.model_copy(
@@ -102,3 +115,11 @@ class ChoiceBasis:
                 "forecast": cost.model_copy(update={"state_bytes": plan.forecast.state_bytes, **times}),
             }
         )
+
+    @property
+    def _remark(self) -> str:
+        """Return a note on what is not known of the gradients, to follow a reason."""
+        if not (idle := len(self.profile.idle)):
+            return self.rehearsal.remark
+        said = f"gradients of {idle} of {len(self.profile.params)} parameters are zero at first and count as the others"
+        return f"{self.rehearsal.remark}; {said}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -127,6 +127,8 @@ class ExchangeProfile:
     squares: Mapping[str, float]  # |gradient|^2, this rank's; empty if gradients were not finite
     lost: Mapping[str, Mapping[str, float]]  # |x - kept|^2 by exchange and parameter, this rank's
     occupied: Mapping[str, float] = field(default_factory=dict)  # part of a gradient that is not zero on some rank
+    idle: frozenset[str] = frozenset()  # parameters of whose gradient nothing is known: it was zero on all ranks
+    as_sent: Callable[[Exchange], Exchange] = lambda one: one  # what the run makes of a candidate
     _cuts: dict[_Asked, _Cut] = field(default_factory=dict)
     _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
@@ -142,15 +144,18 @@ class ExchangeProfile:
         pump: CommThread,
         *,
         knows: bool,
+        as_sent: Callable[[Exchange], Exchange] = lambda one: one,
     ) -> ExchangeProfile:
         """Return the profile: the step's times, and the compression error of each candidate, measured once.
 
         `rehearsal`: a profiled step with its gradients. `knows`: whether these are finite on all ranks; if not, the
-        errors of lossy candidates stay unknown. All ranks must call it.
+        errors of lossy candidates stay unknown. `as_sent`: what the run makes of a candidate on the ranks as they are,
+        such as a reduce-scatter to the owners of sharded states. All ranks must call it.
         """
         times = [rehearsal.compute_s, rehearsal.backward_s, encode_slowdown()]
         agreed = _largest(pump, ("compute_s", "backward_s", "stolen"), times)
-        gradients = rehearsal.gradients if knows else {}
+        occupied, idle = _occupied(pump, rehearsal) if knows else ({}, frozenset[str]())
+        gradients = _with_stand_ins(rehearsal.gradients, idle) if knows else {}
         squares = {n: float(g.double().square().sum()) for n, g in gradients.items()}
         lost = {told(c.loses_as): _lost(c, gradients) for c in candidates} if knows else {}
         return ExchangeProfile(
@@ -160,7 +165,9 @@ class ExchangeProfile:
             (agreed[0], agreed[1], agreed[2]),
             squares,
             lost,
-            _occupied(pump, gradients),
+            occupied,
+            idle,
+            as_sent,
         )
 
     @property
@@ -267,7 +274,7 @@ class ExchangeProfile:
         levels, cut = self.pump.channel.levels, self._cut(asked)
         key = (told(candidate.written), tuple(sorted(levels.groups.items())), asked)
         if key not in self._columns:
-            one = ParameterRules.single(candidate.written)
+            one = self.as_sent(ParameterRules.single(candidate.written))
             serving = [self.serves(candidate, where, one) for where in cut.layouts]
             if not any(serving):  # as all ranks find
                 return self._columns.setdefault(key, (None,) * len(serving))
@@ -435,16 +442,32 @@ def _wire_seconds(exchange: Exchange, where: Layout, levels: ProcessGroups, link
     return wire_seconds(_traffic(exchange, where, levels), levels, links)[0]
 
 
-def _occupied(pump: CommThread, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return by parameter the part of its gradient, in blocks, that is not zero on some rank: at most the ranks' sum.
+def _occupied(pump: CommThread, rehearsal: StepProfile) -> tuple[dict[str, float], frozenset[str]]:
+    """Return by parameter the part of its gradient, in blocks, that is not zero on some rank in some micro-batch: at
+    most the sum of these. Return also the parameters of which nothing is known, that count as whole.
 
-    Empty without gradients. All ranks must call it.
+    Those have a gradient, and it is zero on all ranks: as behind weights that begin at zero (an adapter's, a head's),
+    which have moved after one step. A parameter on which no rank's loss depends is not among them. All ranks must call
+    it.
     """
-    if not gradients:
-        return {}
-    mine = [_part_in_use(g) for g in gradients.values()]
-    parts = gathered(pump.channel, mine).sum(0).clamp(max=1.0).tolist()
-    return dict(zip(gradients, parts, strict=True))
+    names = list(rehearsal.gradients)
+    mine = [rehearsal.microbatches * _part_in_use(g) for g in rehearsal.gradients.values()]
+    mine += [float(name not in rehearsal.absent) for name in names]
+    total = gathered(pump.channel, mine).sum(0).clamp(max=1.0).tolist()
+    parts, present = dict(zip(names, total, strict=False)), dict(zip(names, total[len(names) :], strict=True))
+    idle = frozenset(name for name in names if present[name] and not parts[name])
+    return parts | dict.fromkeys(idle, 1.0), idle
+
+
+def _with_stand_ins(gradients: Mapping[str, Tensor], idle: frozenset[str]) -> dict[str, Tensor]:
+    """Return the gradients; for each of `idle` Gaussian numbers, whose mean square is that of all other ones."""
+    known = [g for name, g in gradients.items() if name not in idle]
+    square, numel = sum(float(g.double().square().sum()) for g in known), sum(g.numel() for g in known)
+    scale, rng = math.sqrt(square / numel) if square else 1.0, torch.Generator().manual_seed(0)
+    return {
+        name: (torch.randn(g.shape, generator=rng, dtype=torch.float32) * scale).to(g) if name in idle else g
+        for name, g in gradients.items()
+    }
 
 
 def _part_in_use(gradient: Tensor) -> float:

@@ -25,6 +25,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
 from gossamer.comm.message import ProcessGroups
+from gossamer.exchange import Exchange
 from gossamer.optimizer import Optimizer
 from gossamer.plan import price_of
 from gossamer.plan.exchange import (
@@ -47,7 +48,7 @@ from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer_services import Replan
 from gossamer.sharding import UnshardOrder
 from gossamer.spec.cost import Cost
-from gossamer.spec.method_config import Exchanges
+from gossamer.spec.method_config import Exchanges, told
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
@@ -155,7 +156,8 @@ class ExchangeSelector:
         loop = self.methods.under(sync=first).sync.loop
         assert loop is not None
         cut, levels = min(BUCKET_BYTES, self._largest_bytes), ProcessGroups.islands(islands)
-        facts = self._basis.profile.round_facts(loop, links, levels, self.plan.units, cut).corrected(self._basis.slowed)
+        slowed = replace(self._basis.slowed, messages=self._basis.messages)
+        facts = self._basis.profile.round_facts(loop, links, levels, self.plan.units, cut).corrected(slowed)
         chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
@@ -163,7 +165,14 @@ class ExchangeSelector:
             apart = self._local_updates()
             apart.part_into(islands)
             update_s, line = self._remainder.update_s if self._remainder else 0.0, chosen.forecast
-            apart.price(loop, step_s=line.step_s + update_s, exposed_s=line.exposed_s, update_s=update_s)
+            apart.price(
+                loop,
+                step_s=line.step_s + update_s,
+                compute_s=line.step_s - line.exposed_s,
+                exposed_s=line.exposed_s,
+                update_s=update_s,
+                state_bytes=self.plan.forecast.state_bytes,
+            )
             self.plan = apart.plan
 
     def _local_updates(self) -> LocalUpdates:
@@ -193,23 +202,40 @@ class ExchangeSelector:
         None for no change. `compute_s`, `exposed_s`: what the step that has ended computed, and waited for messages.
         All ranks must call it after the same step.
         """
+        if not self._watch.active:
+            return None
         self._steps.note(compute_s, exposed_s)
         if not self._watch.due(step):
             return None
         drifted, times = self._watch.drifted(self._watch.window(self.pump)), self._steps.window(self.pump)
-        if drifted:
-            before = self.plan
+        if drifted and self._can_rehearse:
+            before, in_force = self.plan, self._decision
             self._choose(self._probe(), step)
             self._watch.begin_anew(self.pump)
-            changed = self._replaced(before, step, "the links have drifted")
+            changed = self._replaced(before, step, "the links have drifted", in_force)
             self._expect()
             return changed
+        if drifted:
+            why = "with sharded parameters, gradients are looked at before training alone, in a run that chooses then"
+            self.tell(f"the links have drifted; the exchange stays: {why}", step)
+            self._watch.begin_anew(self.pump)
+            return None
         return self._recalibrated(step, times) if self._steps.is_off(times) else None
+
+    @property
+    def _can_rehearse(self) -> bool:
+        """Return whether what a choice is based on is known, or can be measured between two steps.
+
+        A step of sharded parameters cannot: between steps a rank holds a part of them.
+        """
+        is_known = self._basis is not None and self._basis.profile.knows
+        return is_known or not self.methods.sharding.takes_parameters
 
     def _tried(self) -> Decision:
         """Time steps with the choice, correct the measurements by them, and choose again; return the best one tried."""
         assert self._decision is not None and self._basis is not None
         steps, trials, rehearsal = self.run.trials, Trials(self.run.steps), self._basis.rehearsal
+        corrected = list[ChoiceBasis]()  # by each trial
         if not (self._is_comparable and trials.have_time_for(self._decision)) or rehearsal.sick:
             return self._decision
         while steps is not None:
@@ -217,9 +243,13 @@ class ExchangeSelector:
             trials = trials.and_then(one)
             self.tell(f"exchange: {one.show()}", 0)
             self._basis = self._basis.corrected(one.slower)
+            corrected.append(self._basis)
             following = trials.following(self._basis.fastest(), self._basis.fastest_uniform())
             if following is None:
-                return self._settle_on(self._basis.told(trials.best.decision))
+                best = trials.best
+                # What is chosen from later is to be timed by the same steps as the choice itself.
+                self._basis = next(b for b, trial in zip(corrected, trials.made, strict=True) if trial is best)
+                return self._settle_on(self._basis.told(best.decision))
             self._settle_on(following)
         return self._decision
 
@@ -233,7 +263,7 @@ class ExchangeSelector:
         decision, now = self._settle_on(self._basis.fastest()), best.on(found.applied(best.facts))
         said += f" ({found.show()})"
         if decision.written != before.exchange and decision.replaces(now):
-            if (changed := self._replaced(before, step, said)) is not None:
+            if (changed := self._replaced(before, step, said, replace(decision, best=now))) is not None:
                 self._watch.begin_anew(self.pump)
                 self._expect()
                 return changed
@@ -263,19 +293,30 @@ class ExchangeSelector:
             not self.plan.mesh.in_stages and not self.methods.sharding.is_sharded and self.engine.device.type == "cpu"
         )
 
-    def _replaced(self, before: Plan, step: int, why: str) -> Replan | None:
-        """Return the change from the plan `before` to the exchange just chosen; None where that is the same."""
-        chosen, cut = self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
-        in_force = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
-        self.plan = self.plan.model_copy(update=in_force)
-        said = f"{why}; exchange: {self.plan.reasons['exchange']}"
+    def _replaced(self, before: Plan, step: int, why: str, in_force: Decision | None) -> Replan | None:
+        """Return the change from the plan `before` to the exchange just chosen; None where that is the same.
+
+        What stays keeps its buckets and adaptations, and has its own forecast: that of the decision `in_force`, by the
+        measurements as they are now; the one from before where they have none of it.
+        """
+        decision, chosen, cut = self._decision, self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
+        kept = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
         if chosen not in (before.exchange, before.adapted_from):
+            self.plan = self.plan.model_copy(update=kept)
+            said = f"{why}; exchange: {self.plan.reasons['exchange']}"
             changed = self.change(chosen, step, said, adapted_from="", cut=cut)
             if changed is not None:
                 return changed
-        self._reprice()  # the current exchange stays, with its adaptations
+        assert decision is not None and self._basis is not None
+        again = None if in_force is None or before.adapted_from else self._basis.again(decision, in_force)
+        if again is not None and again.written == before.exchange:
+            self._settle_on(again)
+            self.plan = self.plan.model_copy(update=kept)
+        else:
+            self.plan, self._decision = before, in_force
+        self._reprice()
         self.keep(self.plan)
-        self.tell(said, step)
+        self.tell(f"{why}; the exchange stays: {self.plan.reasons.get('exchange', told(before.exchange))}", step)
         return None
 
     def change(
@@ -395,7 +436,12 @@ class ExchangeSelector:
         sharding, channel = self.methods.sharding, self.pump.channel
         self._remainder = StepRemainder.measured(params, self.run.optimizer, sharding, self.run.walk, channel)
         timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
-        return ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick), rehearsal
+
+        def as_sent(one: Exchange) -> Exchange:
+            return sharding.exchange(one, sharding.deal(channel.levels).path)
+
+        found = ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick, as_sent=as_sent)
+        return found, rehearsal
 
 
 def _listed(islands: tuple[tuple[int, ...], ...]) -> str:

@@ -72,6 +72,11 @@ class Bucket:
             yield e.name, self.flat[e.start : e.start + e.numel].view(e.shape)
 
 
+def sum_dtype(layout: Layout) -> torch.dtype:
+    """Return the dtype in which an exchange without loss adds up: float64 of float64 numbers, else float32."""
+    return torch.float64 if layout.dtype is torch.float64 else torch.float32
+
+
 def as_float(layout: Layout) -> Layout:
     """Return the same layout in float32, the dtype in which lossy methods compute."""
     return replace(layout, dtype=torch.float32)

@@ -62,7 +62,8 @@ class Exchange(ABC):
     """An exchange: a frozen dataclass of settings that averages a bucket over ranks, with state passed in and out.
 
     The bucket belongs to the exchange while it runs: afterwards its storage may hold the mean, or the compression
-    error. State is never mutated. All arithmetic is in float32; the mean has the bucket's type.
+    error. State is never mutated. All arithmetic is in float32, that of exchanges without loss on float64 numbers in
+    float64; the mean has the bucket's type.
     """
 
     @property

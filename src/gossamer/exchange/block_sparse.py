@@ -14,9 +14,9 @@ Good when: gradients are sparse by themselves: embeddings, experts that saw no t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, sum_dtype
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -53,7 +53,7 @@ class BlockSparse(Exchange):
         return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        flat, block = x.flat.float(), self.block_size
+        flat, block = x.flat.to(sum_dtype(x.layout)), self.block_size
         mine = to_bits(used_blocks(flat, block))
         (union,) = yield Message((mine.cpu(),), Collective.OR)
         if count_bits(union) * block >= flat.numel():
@@ -66,11 +66,13 @@ class BlockSparse(Exchange):
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         blocks = -(-layout.numel // self.block_size)
-        return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(Collective.SUM, layout.numel, 4)
+        return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(
+            Collective.SUM, layout.numel, sum_dtype(layout).itemsize
+        )
 
     def expected_traffic(
         self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float
     ) -> tuple[Traffic, ...]:
-        bitmap, _ = self.traffic(layout, levels, rank)
+        bitmap, whole = self.traffic(layout, levels, rank)
         blocks = math.ceil(occupied * layout.numel / self.block_size)
-        return bitmap, Traffic(Collective.SUM, min(layout.numel, blocks * self.block_size), 4)
+        return bitmap, replace(whole, elements=min(layout.numel, blocks * self.block_size))

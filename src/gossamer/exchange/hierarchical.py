@@ -100,7 +100,8 @@ class _AsTheyAre(_Form):
         return mine
 
     def mean(self, rows: Tensor, numel: int, shares: list[float], key: Key) -> Tensor:
-        total = torch.zeros(numel, device=rows.device)
+        kind = torch.float64 if rows.dtype is torch.float64 else torch.float32
+        total = torch.zeros(numel, dtype=kind, device=rows.device)
         for row, share in zip(rows, shares, strict=True):
             total.add_(row, alpha=share)
         return total

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, sum_dtype
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -66,7 +66,7 @@ class RecursiveDoubling(Exchange):
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         numel, ranks, me = x.layout.numel, len(at.members), at.place
         coder = _Coder(self.codec, numel, replace(key_of(at, x.layout), own=0))
-        total = x.flat.to(torch.float32, copy=True).mul_(at.share)
+        total = x.flat.to(self._kind(x.layout), copy=True).mul_(at.share)
         lost = torch.zeros_like(total) if at.accounts and not self.traits.lossless else None
         for step in _steps(ranks, me):
             sent = coder.encoded(total) if step.sends is not None else coder.encoded(total[:0])
@@ -87,11 +87,15 @@ class RecursiveDoubling(Exchange):
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         group = levels.group("all", rank)
         length = layout.numel if self.codec is None else self.codec.nbytes(layout.numel)
-        kind = torch.float32 if self.codec is None else torch.uint8
+        kind = self._kind(layout) if self.codec is None else torch.uint8
         nothing = torch.empty(length, dtype=kind, device="meta")
         steps = _steps(len(group), group.index(rank))
         messages = [s.message(nothing[: length if s.sends is not None else 0], length, len(group)) for s in steps]
         return tuple(Traffic.of(m) for m in messages)
+
+    def _kind(self, layout: Layout) -> torch.dtype:
+        """Return the dtype of partial sums; codecs take float32."""
+        return sum_dtype(layout) if self.codec is None else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

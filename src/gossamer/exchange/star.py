@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, sum_dtype
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -59,7 +59,7 @@ class Star(Exchange):
             (mean,) = yield Message((x.flat[:0],), Collective.SHUFFLE, splits=from_hub, arriving=back)
             return Outcome(mean, None, state)
         others = iter(arrived.view(ranks - 1, numel))
-        total = x.flat.new_zeros(numel).float()
+        total = x.flat.new_zeros(numel, dtype=sum_dtype(x.layout))
         for place, share in enumerate(at.shares):
             total.add_(x.flat if place == me else next(others), alpha=share)
         mean = total.to(x.layout.dtype)

@@ -40,7 +40,7 @@ Buckets = Sequence[tuple[Layout, Exchange]]
 
 def gradient_buckets(shapes: Shapes, exchange: Mapping[str, Exchange], plan: Plan) -> Buckets:
     """Return the buckets of a replica's float32 gradients, each with its exchange, in the order backward fills them."""
-    params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    params = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes}
     return buckets_of(params, exchange, bucket_bytes=plan.bucket_bytes, named=plan.buckets)
 
 
@@ -124,7 +124,7 @@ def round_bytes(
     loop: OuterLoopConfig, shapes: Shapes, levels: ProcessGroups, *, units: Sequence[str], bucket_bytes: int
 ) -> dict[str, int]:
     """Return the payload bytes per link of all rounds in `loop.cycle` steps of local updates, over all ranks."""
-    params = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+    params = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes}
     return by_link(
         levels, lambda rank: traffic_of_round(loop, params, levels, rank, units=units, bucket_bytes=bucket_bytes)
     )

@@ -23,25 +23,31 @@ class StepProfile:
     """The times of one rank's step.
 
     `ready_s`: by parameter, seconds from the start of the last backward until its gradient is complete (the end of the
-    backward for a parameter without gradient). `gradients`: those of the last micro-batch.
+    backward for a parameter without gradient). `gradients`: those of the last micro-batch, zeros for the `absent`
+    parameters, on which the loss does not depend. `microbatches`: of a full step.
     """
 
     compute_s: float  # of a full step: every micro-batch, forward and backward
     backward_s: float  # of the last micro-batch
     ready_s: dict[str, float]
     gradients: dict[str, Tensor]
+    absent: frozenset[str] = frozenset()
+    microbatches: int = 1
 
 
 def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor], step: int = 0) -> StepProfile:
     """Time the first micro-batch of `step` a few times; afterwards the model has the same state as before."""
-    pieces = feed.fetch(step)
-    piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
     with untouched(engine.module, is_timed=True):
+        pieces = feed.fetch(step)  # inside: items may draw from the default generators
+        piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
         engine.module.train()
         runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
         gradients = {n: _gradient(p) for n, p in params.items()}
-    return StepProfile(fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients)
+        absent = frozenset(n for n, p in params.items() if p.grad is None)
+    return StepProfile(
+        fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients, absent, len(pieces)
+    )
 
 
 def _gradient(param: Tensor) -> Tensor:

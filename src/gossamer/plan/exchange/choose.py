@@ -201,10 +201,12 @@ def _said(best: Mixture, forecast: Cost, plain: Cost, candidates: Sequence[Candi
             f"all-reduce{cut}, {after} a step: {show_seconds(forecast.exposed_s)} of "
             f"{show_seconds(forecast.step_s)} wait for the wire, nothing allowed saves more than it costs"
         )
-    return (
-        f"{_summary(best, candidates)}{cut}: {before} -> {after}, "
-        f"saves {show_seconds(plain.step_s - forecast.step_s)} of {show_seconds(plain.exposed_s)} exposed"
-    )
+    saved_s, exposed = plain.step_s - forecast.step_s, f"{show_seconds(plain.exposed_s)} exposed"
+    if saved_s < 0:  # one that stays though links have drifted
+        said = f"takes {show_seconds(-saved_s)} more than all-reduce with {exposed}"
+    else:
+        said = f"saves {show_seconds(saved_s)} of {exposed}"
+    return f"{_summary(best, candidates)}{cut}: {before} -> {after}, {said}"
 
 
 def _cut(mixture: Mixture) -> str:

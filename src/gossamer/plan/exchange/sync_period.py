@@ -53,8 +53,14 @@ class RoundMeasurements:
     second_moments_s: float = 0.0
 
     def corrected(self, by: Calibration) -> RoundMeasurements:
-        """Return the measurements with computing and encoding longer by their factors."""
-        return replace(self, step_s=self.step_s * by.compute, cpu_s=self.cpu_s * by.encode)
+        """Return the measurements with computing, encoding and messages between islands longer by their factors."""
+        return replace(
+            self,
+            step_s=self.step_s * by.compute,
+            fragments_s=tuple(s * by.messages for s in self.fragments_s),
+            cpu_s=self.cpu_s * by.encode,
+            second_moments_s=self.second_moments_s * by.messages,
+        )
 
 
 @dataclass(frozen=True, slots=True)
