@@ -168,6 +168,7 @@ def test_a_gradient_that_is_zero_at_first_counts_as_the_others(monkeypatch: pyte
     """
     monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
     monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda *_: (1e-3,) * 3)
+    monkeypatch.setattr(exchange_profile, "time", SimpleNamespace(perf_counter=float, thread_time=float))
     rng = torch.Generator().manual_seed(1)
     sizes = {"head": (16, 1024), "trunk": (1024, 1024)}
     noise = {n: 3.0 * torch.randn(shape, generator=rng) for n, shape in sizes.items()}
@@ -389,3 +390,18 @@ def test_a_small_gradient_that_cannot_be_served_leaves_the_others_alone(monkeypa
     found = exchange_profile._lost(CANDIDATES[INT8], gradients)
     assert (found["a"], found["b"]) == (4.0, 4.0)
     assert math.isnan(found["odd"])
+
+
+def test_groups_of_the_same_choice_keep_the_levels_of_their_lines() -> None:
+    written, now = ({"error_feedback": {"powersgd": {"rank": rank}}} for rank in (4, 6))
+    rules = [["^embed", "all", written], ["^layers", "inter", written], ["^layers", "intra", "dense"]]
+    plan = SimpleNamespace(exchange=rules, adapted_from="", buckets=())
+    replica: Any = SimpleNamespace(names=("embed.weight", "layers.0.weight"))
+    exchanger: Any = SimpleNamespace(plan=plan)
+    policy: Any = None
+    one = AdaptiveCompression(policy=policy, every=20, window=20, exchanger=exchanger, replica=replica)
+    found = one._with({"embed.weight": ("all", now), "layers.0.weight": ("inter", now)})
+    levels = {
+        name: level for name in ("embed", "layers") for pattern, level, w in found if name in pattern and w == now
+    }
+    assert levels == {"embed": "all", "layers": "inter"}

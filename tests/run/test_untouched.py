@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from gossamer.job.rank_inputs import DataDescription, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.model.forward_adapter import caller_of
 from gossamer.model.model_profile import forward_flop_per_token
+from gossamer.model.precision import FP16
 from gossamer.model.side_effects import gradless, untouched
 from gossamer.partition.model_provider import ModuleSource
 from gossamer.partition.rank_model import build_rank_model
@@ -133,6 +135,28 @@ def test_a_profile_has_sparse_gradients_as_buckets_hold_them() -> None:
     assert dense.keys() == whole.keys() and dense["embed.weight"].any()
     for name, gradient in whole.items():
         assert gradient.layout == torch.strided and torch.equal(gradient, dense[name])
+
+
+@pytest.mark.parametrize("loss_of", [1e-7, 1e3])
+def test_gradients_of_a_profile_in_fp16_are_those_of_a_scaled_loss(loss_of: float) -> None:
+    """Small ones are not zero, and where the first scale is too large a smaller one is taken."""
+    module = begin(Net)
+    parts = parts_of(module)
+    engine, feed = engine_of(parts), Feed(parts.train, parts.plan, 0, 0)
+    found = []
+    for factor in (1.0, loss_of):
+
+        def objective(output: Any, rows: Any, factor: float = factor) -> torch.Tensor:
+            return engine.objective(output, rows) * factor
+
+        half = replace(engine, precision=FP16, objective=objective)  # type: ignore[arg-type]
+        found.append(profile_step(half, feed, trainable(module)).gradients)
+    usual, other = found
+    for name, gradient in usual.items():
+        assert gradient.any()
+        torch.testing.assert_close(
+            other[name] / loss_of, gradient, rtol=0.1, atol=2e-2 * float(gradient.abs().max()), msg=name
+        )
 
 
 def test_a_profile_draws_nothing_from_generators_that_the_data_draws_from() -> None:

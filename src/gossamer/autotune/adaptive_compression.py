@@ -167,8 +167,8 @@ class AdaptiveCompression:
         served = (*self._reducer.names, *parts_in(self.exchanger.plan.buckets))
         left = {exchange_methods.matching_rule(before, name) for name in served if whole_of(name) not in chosen}
         found: list[AdaptRule] = []
-        for level, written in {told(w): (level, w) for level, w in chosen.values()}.values():
-            names = [n for n, (_, w) in chosen.items() if w == written]
+        for level, written in {(level, told(w)): (level, w) for level, w in chosen.values()}.values():
+            names = [n for n, one in chosen.items() if one == (level, written)]
             found.append((f"^({'|'.join(map(re.escape, names))})$", level, written))
         for line in before:
             if line in left or line.level == "intra" or line.pattern == LAST_RESORT:

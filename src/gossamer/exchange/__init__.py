@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from torch import Tensor
+
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups, Rounds, Traffic
 from gossamer.exchange._compiled import compile_kernels
@@ -122,6 +124,18 @@ class Exchange(ABC):
     def needs_islands(self) -> bool:
         """Return whether the exchange requires islands."""
         return False
+
+    def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
+        """Return (numel,) bool, the elements whose state this rank keeps for its island, by the path of that state.
+
+        {} where every rank keeps a state of its own for all elements.
+        """
+        inner = [one for field in fields(self) if isinstance(one := getattr(self, field.name), Exchange)]
+        return {
+            f"{place}/{path}": mine
+            for place, one in enumerate(inner)
+            for path, mine in one.owned(layout, levels, rank).items()
+        }
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         """Raise BadInput where this method cannot serve such a bucket or groups; called when a plan is built."""

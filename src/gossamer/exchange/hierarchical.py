@@ -182,6 +182,11 @@ class Hierarchical(Exchange):
     def init(self, layout: Layout) -> ExchangeState:
         return ExchangeState(inner=(self.inter.init(layout),))
 
+    def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
+        mine = torch.zeros(layout.numel, dtype=torch.bool)
+        mine[IslandShare.of(layout, levels, rank).mine.slice] = True
+        return {"0": mine}
+
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = IslandShare.of(x.layout, at.levels, at.rank), state.inner
         keys = [key_of(at, x.layout, turn=-1 - k) for k in range(2 * len(here.runs))]  # there, then back

@@ -70,7 +70,8 @@ class StaticMask(Exchange):
         return self.inner.needs_islands
 
     def for_island(self) -> Exchange:
-        return replace(self, inner=self.inner.for_island())
+        inner = self.inner.for_island()
+        return self if inner is self.inner else replace(self, inner=inner)
 
     def rounding_error_weight(self, at: ExchangeContext) -> float:
         return self.inner.rounding_error_weight(at)
@@ -82,7 +83,7 @@ class StaticMask(Exchange):
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         part = self._part(x.layout)
         sent, given = part.taken(x.flat), x.flat.float().clone() if at.accounts else None
-        inner = part.state_of(state.inner[0])
+        inner = part.state_of(state.inner[0]) if state.inner else self.inner.init(part.layout)  # inside an island: none
         out = yield from self.inner.run(Bucket(part.layout, sent), inner, at)
         lost = None
         if given is not None:

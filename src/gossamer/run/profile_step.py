@@ -43,11 +43,26 @@ def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor],
         engine.module.train()
         runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
-        gradients = {n: _gradient(p) for n, p in params.items()}
+        gradients = _gradients(engine, piece, params, step)
         absent = frozenset(n for n, p in params.items() if p.grad is None)
     return StepProfile(
         fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients, absent, len(pieces)
     )
+
+
+def _gradients(engine: ModelRuntime, piece: MicroBatch, params: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """Return the gradients of the last pass; in fp16 of one whose loss is scaled, as in training, by the largest factor
+    under which they are finite. Without it many would be zero.
+    """
+    scale = engine.precision.first_scale()
+    if scale.factor == 1.0:
+        return {n: _gradient(p) for n, p in params.items()}
+    while True:
+        _once(engine, piece, params, step, factor=scale.factor)
+        found = {n: _gradient(p) / scale.factor for n, p in params.items()}
+        if scale.factor == 1.0 or all(bool(torch.isfinite(g).all()) for g in found.values()):
+            return found
+        scale = engine.precision.next_scale(scale, finite=False)
 
 
 def _gradient(param: Tensor) -> Tensor:
@@ -93,7 +108,10 @@ def _encode_until(stop: threading.Event, busy: threading.Event) -> None:
         busy.set()
 
 
-def _once(engine: ModelRuntime, piece: MicroBatch, params: Mapping[str, Tensor], step: int) -> StepProfile:
+def _once(
+    engine: ModelRuntime, piece: MicroBatch, params: Mapping[str, Tensor], step: int, *, factor: float = 1.0
+) -> StepProfile:
+    """Return the times of forward and backward, with the loss times `factor`."""
     for param in params.values():
         param.grad = None
     ready: dict[str, float] = {}
@@ -109,7 +127,7 @@ def _once(engine: ModelRuntime, piece: MicroBatch, params: Mapping[str, Tensor],
     ]
     try:
         with engine.randomness.at(step, piece.key):
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * factor).backward()
         _settle(engine.device)
     finally:
         for hook in hooks:

@@ -69,6 +69,13 @@ class HierarchicalReduceScatter(Exchange):
     def init(self, layout: Layout) -> ExchangeState:
         return ExchangeState(inner=(self.between.init(layout),))
 
+    def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
+        here = self._place(layout, levels, rank)
+        parts, mine = parts_of(layout, len(here.runs), whole=self.whole), torch.zeros(layout.numel, dtype=torch.bool)
+        for start, numel in parts[here.me] if here.me < len(parts) else ():
+            mine[start : start + numel] = True
+        return {"0": mine}
+
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = self._place(x.layout, at.levels, at.rank), state.inner
         parts = parts_of(x.layout, len(here.runs), whole=self.whole)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from gossamer.comm.bucket import Bucket, Layout, divided_as, partition
-from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, Rounds
+from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds
 from gossamer.exchange import Exchange, compile_kernels, has_residual, is_residual
 from gossamer.ops.norm import row_norms, squared_of
 from gossamer.sharding import Holding, TieredStates
@@ -52,11 +52,17 @@ class BucketState:
         self.waits, self.sent, self.outcome, self.mean = len(self.layout.entries), False, None, None
         self.norms = None
 
-    def run(self, bucket: Bucket, method: Exchange, at: ExchangeContext) -> Rounds:
-        """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step."""
-        if method is self.exchange:
+    def run(self, bucket: Bucket, method: Exchange, at: ExchangeContext, *, part: float = 1.0) -> Rounds:
+        """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step.
+
+        part: of all ranks, those that meet. What is owed is kept as a part of the mean of all ranks, and in a step of
+        an island paid and owed as that of its own mean, which has so much weight among all.
+        """
+        if method is not self.exchange:
+            return _keeping(self.state, method.run(bucket, ExchangeState(), at))
+        if part == 1.0:
             return method.run(bucket, self.state, at)
-        return _keeping(self.state, method.run(bucket, ExchangeState(), at))
+        return _among_some(method.run(bucket, _owed_times(self.state, 1 / part), at), part)
 
     def receive(self, outcome: Outcome) -> None:
         """Write the mean to the gradients; the new state waits until the step takes effect."""
@@ -324,6 +330,35 @@ class GradientBuckets:
                     there[heirs[0]] = there[heirs[0]] + tensor.to(there[heirs[0]])
             slot.state = refilled(slot.layout, slot.state, there)
 
+    def kept_by_owners(self, levels: ProcessGroups, rank: int, *, but: Collection[tuple[str, ...]] = ()) -> list[str]:
+        """Return the names of states that one rank of an island keeps for all of it, residuals left out.
+
+        `but`: names of the tensors of buckets to leave out.
+        """
+        return [
+            name
+            for slot in self.slots
+            if tuple(entry.name for entry in slot.layout.entries) not in but
+            for path in slot.exchange.owned(slot.layout, levels, rank)
+            for name in state_by_name(slot.layout, slot.state)
+            if name.startswith(f"{path}/") and not is_residual(name)
+        ]
+
+    def to_owners(self, levels: ProcessGroups, rank: int, total: Callable[[Tensor], Tensor]) -> None:
+        """Give the residuals of an island to those of its ranks that send them; the others would keep them for ever.
+
+        `total`: returns the sum over the island of a tensor of every rank. All ranks must call it.
+        """
+        for slot in self.slots:
+            tensors = dict(slot.state.flatten())
+            owed = {
+                name: torch.where(mine.to(tensor.device), total(tensor.clone()), 0.0)
+                for path, mine in slot.exchange.owned(slot.layout, levels, rank).items()
+                for name, tensor in tensors.items()
+                if name.startswith(f"{path}/") and is_residual(name) and tensor.shape == mine.shape
+            }
+            slot.state = slot.state.replace(tensors | owed)
+
     def check_owed(self, exchanges: Mapping[str, Exchange]) -> None:
         """Raise BadInput where one of `exchanges`, by parameter name, keeps no residual and there is one now."""
         for slot in self.slots:
@@ -398,6 +433,18 @@ def _by_row(slot: BucketState) -> list[str]:
     """Return the paths of what the exchange of a bucket keeps for each of its numbers."""
     numel = slot.layout.numel
     return [path for path, tensor in slot.state.flatten() if "@" not in path and tensor.shape == (numel,)]
+
+
+def _among_some(method: Rounds, part: float) -> Rounds:
+    """Run a method among a part of all ranks, and return what it owes as a part of the mean of all."""
+    out = yield from method
+    return replace(out, state=_owed_times(out.state, part))
+
+
+def _owed_times(state: ExchangeState, factor: float) -> ExchangeState:
+    tensors = dict(state.flatten())
+    owed = {path: tensor * factor for path, tensor in tensors.items() if is_residual(path)}
+    return state.replace(tensors | owed) if owed else state
 
 
 def _keeping(state: ExchangeState, method: Rounds) -> Rounds:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.comm_thread import CommStep, CommThread
-from gossamer.comm.message import ExchangeContext, ProcessGroups, sent_at
+from gossamer.comm.message import Collective, ExchangeContext, Message, ProcessGroups, sent_at
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
 from gossamer.sharding import Holding, TieredStates
@@ -115,15 +115,28 @@ class GradientReducer:
     ) -> None:
         """Replace the exchanges between two steps and carry their state over, by parameter name and size.
 
-        Residuals ("e") are carried over also where they are nested at another depth; all other state starts anew. Raise
-        BadInput, changing nothing, where an exchange cannot serve, or keeps no residual where there is one now.
+        Residuals ("e") are carried over also where they are nested at another depth; all other state starts anew. So
+        does what one rank of an island keeps for all of it, in buckets that were not there before: another rank may be
+        the one to keep it. Raise BadInput, changing nothing, where an exchange cannot serve, or keeps no residual where
+        there is one now. All ranks must call it.
         """
         self._buckets.check_owed(exchanges)
-        held = self.states()
+        held, before = self.states(), {tuple(e.name for e in layout.entries) for layout in self.layouts}
         self._gathers.relevel()
         self._lay_out(exchanges, bucket_bytes=bucket_bytes, buckets=buckets, turns=turns)
-        self._buckets.carry_over(held)
+        anew = frozenset(self._buckets.kept_by_owners(self.levels, self.rank, but=before))
+        self._buckets.carry_over({name: tensor for name, tensor in held.items() if name not in anew})
+        self._buckets.to_owners(self.levels, self.rank, self._of_island)
         self._buckets.adopt_views()
+
+    def kept_by_owners(self) -> list[str]:
+        """Return the names of states that one rank of an island keeps for all of it, residuals left out."""
+        return self._buckets.kept_by_owners(self.levels, self.rank)
+
+    def _of_island(self, mine: Tensor) -> Tensor:
+        """Return the sum over this rank's island."""
+        (total,) = self._pump.channel.start(Message((mine,), Collective.SUM, "island")).wait()
+        return total
 
     @property
     def rank(self) -> int:
@@ -295,8 +308,12 @@ class GradientReducer:
         return self._buckets.states()
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `states`, and residuals as `adopt` carries them over; the rest starts anew."""
+        """Load the tensors of `states`, and residuals as `adopt` carries them over; the rest starts anew.
+
+        All ranks must call it.
+        """
         self._buckets.restore(states)
+        self._buckets.to_owners(self.levels, self.rank, self._of_island)
 
     def close(self) -> None:
         """Remove the hooks and the gradients from the parameters."""
@@ -380,7 +397,8 @@ class GradientReducer:
             slot.bucket = None
             self._buckets.adopt(slot)
             return
-        method = slot.run(bucket, self._method(slot.exchange, window.level), at)
+        part = len(self.levels.group(window.level, self.rank)) / len(self.levels.everyone)
+        method = slot.run(bucket, self._method(slot.exchange, window.level), at, part=part)
         if self._tiers is not None and not slot.is_kept:
             marks = torch.tensor([e.name in self._touched for e in slot.layout.entries], dtype=torch.int32)
             self._exchanging.submit(index, self._buckets.taken(slot, method, marks, self._tiers))

@@ -19,6 +19,7 @@ from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSour
 from gossamer.sync import GradientReducer
 
 _PREFIX = "exchange/"
+_ISLANDS = "islands"  # in which one rank keeps a state for all of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class SavedExchanges(Stateful):
 
     `residuals`: with another number of ranks, `redistribute` divides the sum of the former ranks' residuals evenly over
     the ranks, so that no residual is lost; `reset` starts with none. What another exchange keeps starts anew, but for
-    residuals: they go on in whatever error feedback their parameter has now.
+    residuals: they go on in whatever error feedback their parameter has now. What one rank of
+    an island keeps for all of it starts anew on other islands.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
@@ -37,8 +39,17 @@ class SavedExchanges(Stateful):
     residuals: str
 
     def slices(self) -> Iterator[StateSlice]:
-        for name, tensor in self.replica.states().items():
+        held = self.replica.states()
+        if self.replica.kept_by_owners():
+            held[_ISLANDS] = self._islands
+        for name, tensor in held.items():
             yield StateSlice.whole(_PREFIX + name, tensor, SliceCopies.PRIVATE, self.members.rank)
+
+    @property
+    def _islands(self) -> Tensor:
+        """Return the number of every rank's island, (ranks,)."""
+        groups = self.replica.levels.groups.get("island", ())
+        return torch.tensor([next((i for i, g in enumerate(groups) if r in g), -1) for r in range(self.members.ranks)])
 
     def check(self, source: StateSource) -> None:
         """Check nothing: state that is not there, or of another exchange, starts anew."""
@@ -50,7 +61,12 @@ class SavedExchanges(Stateful):
         owed = [name for name in stored if is_residual(name)]
         if former != ranks and self.residuals == "reset":
             return f"exchange residuals start anew (residuals_on_resume {self.residuals})" if now or owed else ""
+        owners = frozenset(self.replica.kept_by_owners())
+        if owners and former == ranks and _PREFIX + _ISLANDS in source.names():
+            then = self._read(source, _ISLANDS, former)
+            owners = frozenset() if then is not None and torch.equal(then, self._islands) else owners
         asked = [n for n in stored if is_residual(n) or (n in now and (former == ranks or former > 1))]
+        asked = [n for n in asked if n not in owners]
         there = {name: tensor for name in asked if (tensor := self._read(source, name, former)) is not None}
         self.replica.restore(there)
         kept = {_param(name) for name in now if is_residual(name)}
@@ -63,6 +79,8 @@ class SavedExchanges(Stateful):
             told.append(
                 f"exchange residuals of {_some(lost)} were dropped: the exchange there has no error feedback now"
             )
+        if anew := [name for name in stored if name in owners]:
+            told.append(f"what exchanges between islands kept of {_some(anew)} starts anew, on other islands")
         return "; ".join(told)
 
     def _read(self, source: StateSource, name: str, former: int) -> Tensor | None:
@@ -91,7 +109,8 @@ def owing_in(directory: Path, until: int = -1) -> frozenset[str]:
 
 
 def _stored(source: StateSource) -> list[str]:
-    return sorted(name.removeprefix(_PREFIX) for name in source.names() if name.startswith(_PREFIX))
+    names = (name.removeprefix(_PREFIX) for name in source.names() if name.startswith(_PREFIX))
+    return sorted(name for name in names if name != _ISLANDS)
 
 
 def _param(name: str) -> str:
