@@ -184,7 +184,7 @@ def test_a_gradient_that_is_zero_at_first_counts_as_the_others(monkeypatch: pyte
     (later, usual), (first, begun) = of(noise["trunk"]), of(torch.zeros(1024, 1024))
     assert first.idle == {"trunk"} and later.idle == frozenset() and first.occupied["trunk"] == 1.0
     assert begun.written == usual.written and "sparse" not in begun.summary
-    assert begun.forecast.exposed_s == pytest.approx(usual.forecast.exposed_s)
+    assert begun.forecast.exposed_s == pytest.approx(usual.forecast.exposed_s, rel=0.25)
     assert first.squares["trunk"] == pytest.approx(later.squares["trunk"], rel=0.05)
     for name, lost in first.lost.items():
         assert lost["trunk"] == pytest.approx(later.lost[name]["trunk"], rel=0.1, abs=1e-3)
