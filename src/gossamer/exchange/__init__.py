@@ -130,7 +130,7 @@ class Exchange(ABC):
 
         {} where every rank keeps a state of its own for all elements.
         """
-        inner = [one for field in fields(self) if isinstance(one := getattr(self, field.name), Exchange)]
+        inner = [one for f in fields(self) if isinstance(one := getattr(self, f.name), Exchange)]  # type: ignore[arg-type]
         return {
             f"{place}/{path}": mine
             for place, one in enumerate(inner)

@@ -127,7 +127,7 @@ def _once(
     ]
     try:
         with engine.randomness.at(step, piece.key):
-            (loss * factor).backward()
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
         _settle(engine.device)
     finally:
         for hook in hooks:
