@@ -83,6 +83,19 @@ def test_trained_together_then_apart_then_together(pool: Pool, tmp_path: Path) -
     steps = [one for one in records(tmp_path) if one["kind"] == "step"]
     assert [one["step"] for one in steps] == list(range(1, 18))
     assert steps[-1]["loss"] < steps[0]["loss"]
+    said = [one["message"] for one in records(tmp_path) if one["kind"] == "event"]
+    assert sum("synchronous steps go on from the global parameters: what islands have made" in one for one in said) == 1
+
+
+def test_residuals_of_rounds_that_go_on_nowhere_are_told(pool: Pool, tmp_path: Path) -> None:
+    """Islands of two ranks keep them at another depth, and an exchange without feedback not at all."""
+    given, loop = {"folder": str(tmp_path), "fresh_plan": True}, SETTINGS["qsparse_local_sgd"]
+    pool.run("run.jobs:train", 2, until=3, steps=9, sections=sections(loop), **given)
+    pool.run("run.jobs:train", 2, until=5, steps=9, resume=True, sections=sections(loop), **given)
+    dense = {"qsparse_local_sgd": {"sync_every": 2, "exchange": "dense"}}
+    pool.run("run.jobs:train", 2, until=7, steps=9, resume=True, sections=sections(dense), **given)
+    said = [one["message"] for one in records(tmp_path) if one["kind"] == "event" and "residual" in one["message"]]
+    assert len(said) == 1 and "exchange residuals between islands start anew (" in said[0]
 
 
 def test_islands_of_unequal_size_and_share(pool: Pool, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from gossamer.exchange import is_residual
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged, was_apart
 from gossamer.store.slices import REPLICATED
@@ -70,7 +71,8 @@ class OuterLoopState(Stateful):
         With other islands than before, all start from the global parameters and the mean of the optimizer states.
         """
         if not self.is_apart:
-            return ""
+            left = "what islands have made since their last round, and the state of the outer loop, is left"
+            return f"synchronous steps go on from the global parameters: {left}" if was_apart(source) else ""
         former, rank, ranks = int(source.meta["ranks"]), self.members.rank, self.members.ranks
         if not was_apart(source):
             self.apart.part()
@@ -80,10 +82,17 @@ class OuterLoopState(Stateful):
         there = self._own_there(source)
         if self.goes_on(source):
             self.apart.restore(shared, {n: source.read_whole(f"island/{n}", rank) for n in there})
-            return ""
+            return self._begun_anew(source, there)
         owed = self._residuals_there(there, former) if self.residuals == "redistribute" else []
         self.apart.restore(shared, {n: merged(source, f"island/{n}", former, ranks) for n in owed})
-        return f"resumed on {ranks} ranks a checkpoint of {former} ranks: all islands start from its global parameters"
+        said = f"resumed on {ranks} ranks a checkpoint of {former} ranks: all islands start from its global parameters"
+        return "; ".join(one for one in (said, self._begun_anew(source, owed)) if one)
+
+    def _begun_anew(self, source: StateSource, taken: Collection[str]) -> str:
+        """Return a note on stored residuals of which nothing goes on, "" for none."""
+        stored = (name.removeprefix("island/") for name in source.names() if name.startswith("island/"))
+        count = sum(is_residual(name) and name not in taken for name in stored)
+        return f"exchange residuals between islands start anew ({count} tensors)" if count else ""
 
     def _residuals_there(self, there: Mapping[str, tuple[int, ...]], former: int) -> list[str]:
         """Return the states of exchanges of which all ranks' are stored; of one kind all of them, or none."""
