@@ -19,7 +19,14 @@ from gossamer.comm.message import ExchangeContext, ExchangeState, ProcessGroups,
 from gossamer.exchange._compiled import compile_kernels
 from gossamer.exchange._compression_error import bytes_of, error_of, errors_of, measure
 from gossamer.exchange._encode_time import seconds_of, turn_seconds_of
-from gossamer.exchange._residual import has_residual, is_cumulative, is_residual, matching_rule, with_error_feedback
+from gossamer.exchange._residual import (
+    has_residual,
+    has_state,
+    is_cumulative,
+    is_residual,
+    matching_rule,
+    with_error_feedback,
+)
 from gossamer.spec.registry import Registry
 
 __all__ = [
@@ -37,6 +44,7 @@ __all__ = [
     "names",
     "nested",
     "has_residual",
+    "has_state",
     "seconds_of",
     "turn_seconds_of",
     "matching_rule",

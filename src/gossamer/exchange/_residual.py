@@ -32,6 +32,11 @@ def has_residual(exchange: StatefulExchange) -> bool:
     return any(is_residual(path) for path in _kept(exchange))
 
 
+def has_state(exchange: StatefulExchange) -> bool:
+    """Return whether an exchange keeps anything from step to step, of any tensor."""
+    return bool(_kept(exchange))
+
+
 def is_cumulative(exchange: StatefulExchange) -> bool:
     """Return whether an exchange averages all that ranks have sent so far, also ranks that send nothing now (EF21)."""
     return any(path.rpartition("/")[2] == _SUM for path in _kept(exchange))

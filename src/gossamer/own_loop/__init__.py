@@ -211,8 +211,8 @@ def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optim
     before = {id(p) for model in models[:index] for p in model.parameters()}
     later = {id(p) for model in models[index + 1 :] for p in model.parameters()}
     own = {id(p) for p in models[index].parameters()}
-    moved = [one for one in optimizers if index == 0 or any(id(p) in own - before for p in _params(one))]
-    return TrainedParameters(models[index], moved if index == 0 else [], frozenset(before | (later - own)))
+    others = frozenset(before | (later - own))
+    return TrainedParameters(models[index], optimizers, others, has_loose=index == 0)
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gossamer.comm.channel import Channel
 from gossamer.comm.comm_thread import CommThread
@@ -68,7 +69,8 @@ class BackwardPasses:
         """
         self.trained, self.pump, self.hand, self.manner = trained, pump, hand, manner
         self._watch = PassProfile(lossy=manner.lossy) if exchanges == AUTO else None
-        self._buckets = LoopBuckets(pump.channel, "dense" if exchanges == AUTO else exchanges, manner.bucket_bytes)
+        written = "dense" if exchanges == AUTO else exchanges
+        self._buckets = LoopBuckets(pump.channel, trained, written, manner.bucket_bytes)
         self._gradients, self._hooks = UserGradients(self._buckets), GradientHooks()
         self._status = PassStatus(words, party, hand)
         self._exchange = BucketSender(self._buckets, self._status, pump, party, manner)
@@ -99,10 +101,9 @@ class BackwardPasses:
         """Return whether gradients of a group wait for the group's last pass."""
         return bool(self._gradients.held)
 
-    @property
-    def is_finite(self) -> bool:
-        """Return whether this rank's last losses, and its own gradients since the last step, are finite."""
-        return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._exchange.sums))
+    def is_finite(self, optimizer: Optimizer) -> bool:
+        """Return whether this rank's last losses, and what it gave to the gradients of `optimizer`, are finite."""
+        return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._buckets.own_sums(optimizer)))
 
     def follow_rate(self, rate: Callable[[], float]) -> None:
         """Take the learning rate of the steps, which error feedback needs, from `rate`."""
@@ -265,7 +266,7 @@ class BackwardPasses:
         weighing = self._status.start(row)
         exchanging = None if is_held else self._exchange.begin()
         for slot in self._buckets.slots:
-            slot.waits, slot.sent = len(slot.layout.entries), False
+            slot.open()
         return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
 
     def _hold(self, one: BackwardPass) -> None:
@@ -301,11 +302,14 @@ class BackwardPasses:
 
     # The step.
 
-    def commit(self) -> None:
-        """Commit the pending exchange states after a step that took effect."""
-        self._buckets.commit()
+    def check_apart(self, optimizer: Optimizer) -> None:
+        """Raise BadInput if a step of `optimizer` has no exchange states of its own."""
+        self._buckets.check_apart(optimizer)
+
+    def commit(self, optimizer: Optimizer) -> None:
+        """Commit the pending exchange states of the gradients of `optimizer` after its step took effect."""
+        self._buckets.commit(optimizer)
         self.skipped = 0
-        self._exchange.sums = []
         self._choose()
 
     def _choose(self) -> None:
@@ -319,20 +323,14 @@ class BackwardPasses:
         self._watch = None
         self._buckets.rebuild(chosen.exchange, chosen.buckets, chosen.turns)
 
-    def reject(self) -> None:
-        """Drop the pending exchange states after a step that did not take effect."""
-        self._buckets.reject()
-        self._exchange.sums = []
+    def reject(self, optimizer: Optimizer) -> None:
+        """Drop the pending exchange states of the gradients of `optimizer` after its step did not take effect."""
+        self._buckets.reject(optimizer)
 
     def _give_up_if_dropped(self) -> None:
         """Reject the passes whose gradients the user has dropped or zeroed without a step."""
-        if self._gradients.held or not any(slot.pending is not None for slot in self._buckets.slots):
+        if self._gradients.held or not self._buckets.give_up():
             return
-        if self.has_exchange_state and any(p.grad is not None and bool(p.grad.any()) for p in self.params.values()):
-            return
-        if not self.has_exchange_state and any(p.grad is not None for p in self.params.values()):
-            return
-        self.reject()
         self.skipped += 1
         if self.has_exchange_state and self.skipped > _SKIPPED:
             raise BadInput(

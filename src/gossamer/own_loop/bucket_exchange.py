@@ -19,14 +19,13 @@ from gossamer.own_loop.status_rows import StatusRows
 
 
 class BucketSender:
-    """The sender of the buckets of backward passes. `sums`: of this rank's own gradients since the last step."""
+    """The sender of the buckets of backward passes."""
 
     def __init__(
         self, buckets: LoopBuckets, status: PassStatus, pump: CommThread, party: LoopGroup, manner: PassSettings
     ) -> None:
         self._buckets, self._status, self._pump, self._party, self._manner = buckets, status, pump, party, manner
         self.rate: Callable[[], float] = lambda: 1.0  # learning rate, for error feedback
-        self.sums: list[Tensor] = []
 
     def begin(self) -> CommStep | BlockingExchange:
         """Return the sender of a pass's buckets, which sends in the same order on all ranks."""
@@ -41,8 +40,8 @@ class BucketSender:
         slot.sent = True
         flat = slot.bucket.flat
         if slot.tail is not None:
-            self.sums.append(flat.sum())
             self._count_in(one, slot, slot.tail, held)
+            slot.add_own()
             one.exchanging.submit(index, slot.summed())
             return
         rows = self._status.rows(one)
@@ -52,12 +51,19 @@ class BucketSender:
             weights = rows.shares
             if rows.share == 0.0:
                 flat.zero_()  # a rank whose loss counts nothing may have nan
-        self.sums.append(flat.sum())
+        slot.add_own()
         if (scale := self._scale(slot)) != 1.0:
             flat.mul_(1.0 / scale)
         key, levels = (self._manner.seed, one.row.serial), self._pump.channel.levels
         at = ExchangeContext(self._party.rank, levels, weights, key, self.rate(), accounts=False)
-        one.exchanging.submit(index, slot.exchange.run(slot.bucket, slot.latest, at))
+        frozen = [
+            entry.name
+            for entry in slot.layout.entries
+            if not self._buckets.params[entry.name].requires_grad
+            and entry.name not in one.arrived
+            and entry.name not in held
+        ]
+        one.exchanging.submit(index, slot.exchanged(at, frozen))
 
     def take_means(self, one: BackwardPass, mine: Iterable[str]) -> dict[str, bool]:
         """Wait for all buckets of a pass, and put the means of all ranks into them.
@@ -85,7 +91,7 @@ class BucketSender:
                 slot.bucket.flat.mul_(times)
         if marking is not None:
             (marked,) = marking.wait()
-            anywhere = {name: bool(mark) for name, mark in zip(self._buckets.params, marked.tolist(), strict=True)}
+            anywhere = self._buckets.had(marked)
         return anywhere
 
     def _count_in(self, one: BackwardPass, slot: GradientBucket, tail: Tensor, held: Collection[str]) -> None:

@@ -70,6 +70,8 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_known(optimizer)
         self._check_scaler()
+        for one in self._passes:
+            one.check_apart(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._check_grouped()
@@ -85,7 +87,7 @@ class OptimizerSteps:
         for param, grad in rejected:
             param.grad = grad
         for one in self._passes:
-            one.reject() if rejected else one.commit()
+            one.reject(optimizer) if rejected else one.commit(optimizer)
         self.made += 1
 
     def _agree(self, optimizer: Optimizer) -> None:
@@ -95,16 +97,17 @@ class OptimizerSteps:
         bad: list[int] = []
         if self._passes:
             told = self._told(optimizer, grads, squared)
-            if (
-                not is_finite
-                or self._is_strict
-                or not self._passes[0].defer(Deferred(told, partial(self._compare, step=self.made + 1)))
-            ):
+            if not is_finite or self._is_strict or not self._passes[0].defer(Deferred(told, self._comparison)):
                 bad = self._checked(optimizer, STEP, told)
         if not is_finite:
             self._reject(optimizer, bad)
         elif self._clip and squared**0.5 > self._clip:
             scale_(grads, self._clip / (squared**0.5 + 1e-6))
+
+    @property
+    def _comparison(self) -> Callable[[Tensor], None]:
+        """Return the comparison of what ranks tell in this step; it does not keep the passes alive, which keep it."""
+        return partial(_compare, step=self.made + 1, names=tuple(self._buffers))
 
     @property
     def _is_strict(self) -> bool:
@@ -132,37 +135,14 @@ class OptimizerSteps:
         first = self._passes[0]
         is_due = _is_power_of_two(self.made)  # parameters: at steps 0, 1, 2, 4, 8, ...
         found = digest([_dense(p.detach()) for p in _params(optimizer)], self.made) % 2**_DIGEST_BITS if is_due else 0
-        is_finite = all(one.is_finite for one in self._passes)
+        is_finite = all(one.is_finite(optimizer) for one in self._passes)
         beside = (*told, float(is_finite), float(found))
         rows = first.gathered(StatusRow(kind, first.serial, beside=beside), f"optimizer.step() {self.made + 1}")
-        self._compare(rows.beside[:, :TOLD], self.made + 1)
+        self._comparison(rows.beside[:, :TOLD])
         fine, prints = rows.beside[:, TOLD].tolist(), rows.beside[:, TOLD + 1].tolist()
         if len(set(prints)) > 1:
             raise WireMismatch(_PARTED.format(step=self.made + 1))
         return [rank for rank, fine in enumerate(fine) if not fine]
-
-    def _compare(self, told: Tensor, step: int) -> None:
-        """Raise WireMismatch if ranks differ. `told` (ranks, TOLD): their values before step `step`."""
-        squares, settings, held, buffers, slanted = told.unbind(1)
-        if len(set(settings.tolist())) > 1:
-            raise WireMismatch(
-                f"the optimizer's settings differ between ranks at step {step}: set lr and the other settings from "
-                "values that are the same on all ranks, e.g. a validation loss averaged over ranks"
-            )
-        if _differ(held):
-            raise WireMismatch(_PARTED.format(step=step))
-        if _differ(buffers, _SAME_BUFFERS):
-            raise WireMismatch(
-                f"the buffers differ between ranks before step {step} ({', '.join([*self._buffers][:_NAMED])}): a "
-                "buffer or frozen parameter is computed from each rank's own rows. Compute it from values that are "
-                "the same on all ranks, e.g. averaged over ranks"
-            )
-        if _differ(squares) or _part(slanted, squares):
-            norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
-            raise WireMismatch(
-                f"gradients differ between ranks at optimizer.step() {step} (norms: {norms}). After backward they "
-                "were equal on all ranks: change .grad only in the same way on all ranks"
-            )
 
     def _agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that computes the loss of the global batch, as some optimizers decide by it."""
@@ -212,6 +192,30 @@ class OptimizerSteps:
                     "the exchange keeps residuals, and a GradScaler changes the scale of the gradients that they are "
                     "added to. Pass the GradScaler to gossamer.wrap as scaler="
                 )
+
+
+def _compare(told: Tensor, step: int, names: Sequence[str]) -> None:
+    """Raise WireMismatch if ranks differ. `told` (ranks, TOLD): their values before `step`. `names`: of buffers."""
+    squares, settings, held, buffers, slanted = told.unbind(1)
+    if len(set(settings.tolist())) > 1:
+        raise WireMismatch(
+            f"the optimizer's settings differ between ranks at step {step}: set lr and the other settings from "
+            "values that are the same on all ranks, e.g. a validation loss averaged over ranks"
+        )
+    if _differ(held):
+        raise WireMismatch(_PARTED.format(step=step))
+    if _differ(buffers, _SAME_BUFFERS):
+        raise WireMismatch(
+            f"the buffers differ between ranks before step {step} ({', '.join(names[:_NAMED])}): a "
+            "buffer or frozen parameter is computed from each rank's own rows. Compute it from values that are "
+            "the same on all ranks, e.g. averaged over ranks"
+        )
+    if _differ(squares) or _part(slanted, squares):
+        norms = ", ".join(f"{float(one) ** 0.5:.6g} on rank {rank}" for rank, one in enumerate(squares))
+        raise WireMismatch(
+            f"gradients differ between ranks at optimizer.step() {step} (norms: {norms}). After backward they "
+            "were equal on all ranks: change .grad only in the same way on all ranks"
+        )
 
 
 def _is_power_of_two(number: int) -> bool:

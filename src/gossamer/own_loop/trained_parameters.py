@@ -10,15 +10,22 @@ from torch.optim import Optimizer
 
 
 class TrainedParameters:
-    """The trained parameters of one model by name, and those of `optimizers` that belong to no model."""
+    """The trained parameters of one model by name, those of `optimizers` that belong to no model, and which of the
+    optimizers move each.
+    """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], others: frozenset[int]) -> None:
-        """Collect the model's parameters. `others`: ids of the parameters that belong to another model."""
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], others: frozenset[int], *, has_loose: bool = True
+    ) -> None:
+        """Collect the model's parameters. `optimizers`: all of the loop. `others`: ids of the parameters that belong to
+        another model. `has_loose`: whether parameters that belong to no model count among this one's.
+        """
         self._optimizers = [weakref.ref(one) for one in optimizers]
-        self._others = others
+        self._others, self._has_loose = others, has_loose
         self._own = {name: p for name, p in model.named_parameters() if id(p) not in others}
         self._sizes: list[int] = []
         self._loose: dict[str, nn.Parameter] = {}
+        self._movers: dict[str, frozenset[int]] = {}
 
     def new(self, known: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the parameters that require a gradient and are not in `known`."""
@@ -31,15 +38,31 @@ class TrainedParameters:
         self._look()
         return any(one is param for one in (*self._own.values(), *self._loose.values()))
 
+    def movers(self) -> Mapping[str, frozenset[int]]:
+        """Return by name the places (see `place`) of the optimizers that move a parameter; those of none are left out.
+
+        The same mapping is returned until a parameter group changes in size.
+        """
+        self._look()
+        return self._movers
+
+    def place(self, optimizer: Optimizer) -> int:
+        """Return the place of an optimizer among those of the loop."""
+        return next(place for place, ref in enumerate(self._optimizers) if ref() is optimizer)
+
     def _look(self) -> None:
-        """Collect parameters that only the optimizers hold, when a parameter group has changed in size."""
-        living = [one for ref in self._optimizers if (one := ref()) is not None]
-        sizes = [len(group["params"]) for one in living for group in one.param_groups]
+        """Read the optimizers' parameter groups, when one has changed in size."""
+        living = [(place, one) for place, ref in enumerate(self._optimizers) if (one := ref()) is not None]
+        sizes = [len(group["params"]) for _, one in living for group in one.param_groups]
         if sizes == self._sizes:
             return
         self._sizes = sizes
         mine = {id(param) for param in self._own.values()} | self._others
-        for index, one in enumerate(living):
+        places: dict[int, set[int]] = {}
+        for place, one in living:
             for number, param in enumerate(p for group in one.param_groups for p in group["params"]):
-                if id(param) not in mine:
-                    self._loose[f"optimizer {index} parameter {number}"] = param
+                places.setdefault(id(param), set()).add(place)
+                if self._has_loose and id(param) not in mine:
+                    self._loose[f"optimizer {place} parameter {number}"] = param
+        every = {**self._own, **self._loose}
+        self._movers = {name: frozenset(places[id(p)]) for name, p in every.items() if id(p) in places}

@@ -28,10 +28,13 @@ class UserGradients:
         self._earlier: dict[str, EarlierGradient] = {}
 
     def put(self, name: str, *, had: bool) -> None:
-        """Write the mean of one parameter to `.grad`, and add the earlier content."""
+        """Write the mean of one parameter to `.grad`, and add the earlier content.
+
+        A parameter that no rank has a gradient for gets what error feedback owes it, unless it is frozen.
+        """
         param, slot = self._buckets.params[name], self._buckets.slot_of(name)
         view, earlier = slot.views[name], self._earlier.pop(name, None)
-        if not had and not (has_residual(slot.exchange) and bool(view.any())):
+        if not had and not (param.requires_grad and has_residual(slot.exchange) and bool(view.any())):
             if earlier is None:
                 param.grad = None
             else:
