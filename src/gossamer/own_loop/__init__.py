@@ -81,15 +81,16 @@ def wrap(
     """Wrap a training loop: return model and optimizer with gradients averaged over ranks, and this rank's loader.
 
     Several models and optimizers may come as lists, and come back so. Raises BadInput, PeerLost; so do backward and
-    step, before any parameter has moved.
+    step, before any parameter has moved. A step with a closure raises StepRejected if a gradient is not finite when the
+    optimizer has begun to move parameters.
 
     exchange: a method of the category `exchange`, or "auto", which chooses after the first steps by the links between
     hosts; with `lossy` it may choose a lossy one. batch_fractions: part of every batch per rank (default equal).
-    max_grad_norm: largest global gradient norm, 0 for none. accumulate: backward passes before each step, averaged in
-    one exchange (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the number of
-    labels or rows in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s number, or
-    rows) or "sum". rows: the dimension of each tensor that has rows, where it cannot be found. split: False if every
-    rank's loader yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals.
+    max_grad_norm: largest norm of an optimizer's gradients, 0 for none. accumulate: backward passes before each step,
+    averaged in one exchange (`model.no_sync()` does the same by hand). weight: a function of a batch that returns the
+    number of labels or rows in the loss's mean. loss: "read" from its autograd graph, else "mean" (over `weight`'s
+    number, or rows) or "sum". rows: the dimension of each tensor that has rows, where it cannot be found. split: False
+    if every rank's loader yields its own data. scaler: the GradScaler of the loop, for exchanges that keep residuals.
     batch_norm: "rank" or "all", the rows that BatchNorm's statistics are taken over. seed: of exchanges that draw
     random numbers. timeout_s: seconds to wait for other ranks.
     """

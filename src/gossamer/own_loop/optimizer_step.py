@@ -3,7 +3,8 @@
 Before: the ranks exchange their position, the norm of `.grad`, the optimizer's settings, and now and then a digest of
 the parameters. A difference raises an error before any parameter has moved: gradients that a rank has edited by its own
 numbers, a learning rate that follows a rank's own validation loss. If a gradient is not finite, all ranks reject the
-step and no parameter moves. After: the pending states of the exchanges are committed.
+step and no parameter moves. After: the pending states of the exchanges are committed. An optimizer that is given a
+closure computes its gradients inside of the step: there all of this happens after each evaluation of the closure.
 
 Differences show in a loop's first steps, if ever, so later steps do not wait for the other ranks. The row of such a
 step is sent with the next backward pass's status row, and a difference is reported one step late.
@@ -27,7 +28,7 @@ from gossamer.ops.fingerprint import digest
 from gossamer.ops.norm import global_norm_squared, scale_
 from gossamer.own_loop.backward_passes import BackwardPasses
 from gossamer.own_loop.status_rows import LOSS, STEP, TOLD, Deferred, StatusRow
-from gossamer.spec.errors import BadInput, WireMismatch
+from gossamer.spec.errors import BadInput, StepRejected, WireMismatch, bad_input
 
 _log = logging.getLogger(__name__)
 _SAME = 1e-5  # relative: machines sum in different orders
@@ -51,7 +52,7 @@ class OptimizerSteps:
     def __init__(
         self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, buffers: Mapping[str, Tensor]
     ) -> None:
-        """Register the hooks. `clip`: largest global gradient norm, 0 for none. `buffers`: tensors besides the trained
+        """Register the hooks. `clip`: largest norm of its gradients, 0 for none. `buffers`: tensors besides the trained
         parameters that must be equal on all ranks, frozen parameters among them.
         """
         self._all, self._clip = tuple(passes), clip
@@ -68,14 +69,13 @@ class OptimizerSteps:
         return [one for one in self._all if not one.is_closed]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_known(optimizer)
-        self._check_scaler()
+        self._check_scaler(kwargs)
         for one in self._passes:
             one.check_apart(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._check_grouped()
-            self._agree(optimizer)
+            if whose := self._judge(optimizer, STEP):
+                self._reject(optimizer, whose)
             return None
         agreed = self._agreed(optimizer, closure)
         if "closure" in kwargs:
@@ -83,26 +83,38 @@ class OptimizerSteps:
         return (args[0], agreed, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rejected, self._kept = self._kept, []
-        for param, grad in rejected:
-            param.grad = grad
+        rejected = bool(self._kept)
+        self._give_back()
         for one in self._passes:
             one.reject(optimizer) if rejected else one.commit(optimizer)
         self.made += 1
 
-    def _agree(self, optimizer: Optimizer) -> None:
+    def _judge(self, optimizer: Optimizer, kind: int) -> str:
+        """Compare the gradients that the optimizer is about to use with those of the other ranks, and clip them.
+
+        `kind`: of the status row; in a closure (LOSS) ranks always wait for each other. Returns whose gradients are not
+        finite, "" if all are.
+        """
+        self._check_known(optimizer)
+        self._check_grouped()
         grads = [p.grad for p in _params(optimizer) if p.grad is not None]
         squared = float(global_norm_squared([_dense(grad) for grad in grads]))
         is_finite = math.isfinite(squared)
         bad: list[int] = []
         if self._passes:
             told = self._told(optimizer, grads, squared)
-            if not is_finite or self._is_strict or not self._passes[0].defer(Deferred(told, self._comparison)):
-                bad = self._checked(optimizer, STEP, told)
+            if (
+                not is_finite
+                or self._is_strict
+                or kind == LOSS
+                or not self._passes[0].defer(Deferred(told, self._comparison))
+            ):
+                bad = self._checked(optimizer, kind, told)
         if not is_finite:
-            self._reject(optimizer, bad)
-        elif self._clip and squared**0.5 > self._clip:
-            scale_(grads, self._clip / (squared**0.5 + 1e-6))
+            return f"of rank {', '.join(map(str, bad))}" if bad else "(rank unknown)"
+        if self._clip and (norm := squared**0.5 / _scale_left(optimizer)) > self._clip:
+            scale_(grads, self._clip / (norm + 1e-6))
+        return ""
 
     @property
     def _comparison(self) -> Callable[[Tensor], None]:
@@ -113,14 +125,19 @@ class OptimizerSteps:
     def _is_strict(self) -> bool:
         return self.made < _STRICT_STEPS or _is_power_of_two(self.made)
 
-    def _reject(self, optimizer: Optimizer, bad: list[int]) -> None:
+    def _reject(self, optimizer: Optimizer, whose: str) -> None:
         """Reject the step on all ranks: without gradients the optimizer moves no parameter."""
-        who = f"of rank {', '.join(map(str, bad))}" if bad else "(rank unknown)"
-        _log.warning("a gradient %s is not finite: the step is rejected, and no rank updates its parameters", who)
+        _log.warning("a gradient %s is not finite: the step is rejected, and no rank updates its parameters", whose)
         optimizer.rejected += 1  # type: ignore[attr-defined]
         self._kept = [(p, p.grad) for p in _params(optimizer) if p.grad is not None]
         for param, _ in self._kept:
             param.grad = None
+
+    def _give_back(self) -> None:
+        """Put the gradients of a rejected step back."""
+        for param, grad in self._kept:
+            param.grad = grad
+        self._kept = []
 
     def _told(self, optimizer: Optimizer, grads: Sequence[Tensor], squared: float) -> tuple[float, ...]:
         """Return the values that must be equal on all ranks when an optimizer steps, (TOLD,)."""
@@ -145,19 +162,38 @@ class OptimizerSteps:
         return [rank for rank, fine in enumerate(fine) if not fine]
 
     def _agreed(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that computes the loss of the global batch, as some optimizers decide by it."""
+        """Return a closure whose gradients are judged as those of a step without one, and that computes the loss of the
+        global batch, as some optimizers decide by it.
+        """
+        evaluated, is_rejected, before = 0, False, _versions(optimizer)
 
         def agreed() -> Any:
+            nonlocal evaluated, is_rejected
+            if is_rejected:
+                raise self._stuck(optimizer, "an evaluation after one with a gradient that is not finite")
             loss = closure()
-            self._check_grouped()  # the last pass of a group may be that of the closure
-            if not self._passes:
+            evaluated += 1
+            if whose := self._judge(optimizer, LOSS):
+                if evaluated > 1 or _versions(optimizer) != before:
+                    raise self._stuck(optimizer, f"a gradient {whose} that is not finite, in evaluation {evaluated}")
+                self._reject(optimizer, whose)
+                is_rejected = True
+            if loss is None or not self._passes:  # a closure need not return one
                 return loss
-            grads = [p.grad for p in _params(optimizer) if p.grad is not None]
-            squared = float(global_norm_squared([_dense(grad) for grad in grads]))
-            self._checked(optimizer, LOSS, self._told(optimizer, grads, squared))
-            return None if loss is None else self._passes[0].whole(loss)  # a closure need not return one
+            return self._passes[0].whole(loss)
 
         return agreed
+
+    def _stuck(self, optimizer: Optimizer, got: str) -> StepRejected:
+        """Return the error for a step that can be neither taken nor rejected, after it has given its gradients back."""
+        self._give_back()
+        for one in self._passes:
+            one.reject(optimizer)
+        return StepRejected(
+            f"optimizer.step(closure) {self.made + 1}: wanted finite gradients in every evaluation of the closure, got "
+            f"{got}: the step can be neither taken nor rejected, as the optimizer has begun to move parameters. Go on "
+            "from a checkpoint, with a smaller learning rate or a line search"
+        )
 
     def _check_known(self, optimizer: Optimizer) -> None:
         """Raise BadInput if a gradient that would move a parameter is not the mean of all ranks."""
@@ -173,6 +209,7 @@ class OptimizerSteps:
                 )
 
     def _check_grouped(self) -> None:
+        """Raise BadInput if the last pass of a group is still to come; it may be that of the closure."""
         for one in self._passes:
             if one.is_held:
                 raise BadInput(
@@ -181,8 +218,17 @@ class OptimizerSteps:
                     "of model.no_sync(). Call step() after that last pass"
                 )
 
-    def _check_scaler(self) -> None:
-        """Raise BadInput if an exchange with residuals runs under a GradScaler that it does not know."""
+    def _check_scaler(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise BadInput if gradients have a scale of a GradScaler that is not known: to an exchange with residuals, or
+        to clipping, where the optimizer takes the scale away inside of its step.
+        """
+        if self._clip and kwargs.get("grad_scaler") is not None:
+            raise bad_input(
+                wanted="an optimizer whose gradients are unscaled before its step, or that is told grad_scale",
+                got="one whose step takes grad_scaler=",
+                do="leave max_grad_norm out, and call scaler.unscale_(optimizer), then clip_grad_norm_",
+                key="max_grad_norm",
+            )
         if not any(one.has_exchange_state and one.manner.scale is None for one in self._passes):
             return
         frame = sys._getframe()
@@ -216,6 +262,18 @@ def _compare(told: Tensor, step: int, names: Sequence[str]) -> None:
             f"gradients differ between ranks at optimizer.step() {step} (norms: {norms}). After backward they "
             "were equal on all ranks: change .grad only in the same way on all ranks"
         )
+
+
+def _scale_left(optimizer: Optimizer) -> float:
+    """Return the loss scale that is still in the gradients: a fused optimizer takes it away inside of its step."""
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    scale = getattr(optimizer, "grad_scale", None) if is_fused else None
+    return 1.0 if scale is None else float(scale)
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Return numbers of which one grows whenever a parameter is changed."""
+    return [param._version for param in _params(optimizer)]
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -53,7 +53,9 @@ class Untrustworthy(RunFailed):
 
 
 class StepRejected(RunFailed):
-    """The error for a non-finite loss or gradient where `train.on_nonfinite` says to stop."""
+    """The error for a non-finite loss or gradient where `train.on_nonfinite` says to stop, or where a step of a user's
+    own loop has begun to move parameters.
+    """
 
 
 class Interrupted(Exception):
