@@ -180,7 +180,7 @@ def _agreed(channel: Channel, seconds: float, level: str) -> list[float]:
             raise bad_input(
                 wanted=f"a finite time of 0 s or more for a message of the link probe (process group {level!r})",
                 got=f"{taken:g} s on rank {rank}",
-                do="check the clock of that rank's host, or set plan.exchange and plan.sync to a method, not auto",
+                do="check the clock of that rank's host, or name methods of exchange and sync instead of auto",
                 key="plan.exchange",
             )
     return times

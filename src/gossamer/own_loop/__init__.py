@@ -24,7 +24,8 @@ each module here holds one other part of that contract.
     process_group       rendezvous, and lost peers           startup           broadcast rank 0's initial values
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
     exchange_choice     exchange="auto"                      batch_norm        statistics over all ranks
-    loss_denominator    the number a loss is a mean over
+    loss_denominator    the number a loss is a mean over     learning_rates    those that error feedback follows
+    compute_clock       the time of a rank's own work
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from gossamer.own_loop.backward_pass import PassSettings
 from gossamer.own_loop.backward_passes import AUTO, BackwardPasses
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
+from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.loss_denominator import READ, denominator_of
 from gossamer.own_loop.optimizer_step import OptimizerSteps
 from gossamer.own_loop.pass_inputs import PassInputs
@@ -127,8 +129,9 @@ def _hook_steps(
         mine = [p for p in passes if _moves(one, p)]
         OptimizerSteps(one, mine, max_grad_norm, _buffers(models))
         hand.know(one)
-        for each in mine:
-            each.follow_rate(_Rate(weakref.ref(one)))
+    rates = LearningRates(tuple(weakref.ref(one) for one in optimizers))
+    for each in passes:
+        each.follow_rates(rates)
     for index, model in enumerate(models):
         object.__setattr__(model, "no_sync", NoSync(passes[index] if passes else None))
 
@@ -168,17 +171,6 @@ class NoSync:
 
     def __reduce__(self) -> tuple[type[NoSync], tuple[()]]:
         return NoSync, ()
-
-
-class _Rate:
-    """The current learning rate of an optimizer; that of its first parameter group."""
-
-    def __init__(self, optimizer: weakref.ref[Optimizer]) -> None:
-        self._optimizer = optimizer
-
-    def __call__(self) -> float:
-        optimizer = self._optimizer()
-        return float(optimizer.param_groups[0].get("lr", 1.0)) if optimizer is not None else 1.0
 
 
 def _met(

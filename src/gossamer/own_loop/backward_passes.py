@@ -13,9 +13,9 @@ GradScaler that skipped it, gradients that were zeroed) leaves them unchanged.
 
 from __future__ import annotations
 
-import time
+import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -28,14 +28,15 @@ from gossamer.loss_reader.count import LossCount
 from gossamer.ops.fingerprint import digest
 from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
 from gossamer.own_loop.bucket_exchange import BucketSender
-from gossamer.own_loop.exchange_choice import WATCHED, PassProfile
+from gossamer.own_loop.exchange_choice import Found, PassProfile
 from gossamer.own_loop.gradient_buckets import LoopBuckets
 from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
+from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.pass_status import PassStatus
 from gossamer.own_loop.process_group import LoopGroup
-from gossamer.own_loop.status_rows import BACKWARD, TAKEN, Deferred, StatusRow, StatusRows
+from gossamer.own_loop.status_rows import BACKWARD, CHOICE, TAKEN, Deferred, StatusRow, StatusRows
 from gossamer.own_loop.trained_parameters import TrainedParameters
 from gossamer.own_loop.user_gradients import UserGradients
 from gossamer.spec.errors import BadInput
@@ -43,6 +44,7 @@ from gossamer.spec.method_config import Exchanges
 
 AUTO = "auto"
 _SKIPPED = 40  # passes in a row: more than a GradScaler skips before it has found its scale
+_log = logging.getLogger(__name__)
 
 
 class BackwardPasses:
@@ -68,12 +70,15 @@ class BackwardPasses:
         `words`: a second channel, for status rows and marks, on which the calling thread itself sends.
         """
         self.trained, self.pump, self.hand, self.manner = trained, pump, hand, manner
-        self._watch = PassProfile(lossy=manner.lossy) if exchanges == AUTO else None
+        self._clock = party.clock
+        self._watch = PassProfile(party.clock, lossy=manner.lossy) if exchanges == AUTO else None
         written = "dense" if exchanges == AUTO else exchanges
         self._buckets = LoopBuckets(pump.channel, trained, written, manner.bucket_bytes)
         self._gradients, self._hooks = UserGradients(self._buckets), GradientHooks()
         self._status = PassStatus(words, party, hand)
         self._exchange = BucketSender(self._buckets, self._status, pump, party, manner)
+        if self._watch is not None:
+            self._exchange.sees = self._watch.see
         self.is_closed = False
         self.serial = 0  # number of the last pass
         self.skipped = 0  # passes in a row without a step
@@ -105,9 +110,14 @@ class BackwardPasses:
         """Return whether this rank's last losses, and what it gave to the gradients of `optimizer`, are finite."""
         return all(bool(torch.isfinite(one)) for one in (*self._roots, *self._buckets.own_sums(optimizer)))
 
-    def follow_rate(self, rate: Callable[[], float]) -> None:
-        """Take the learning rate of the steps, which error feedback needs, from `rate`."""
-        self._exchange.rate = rate
+    @property
+    def may_keep_residuals(self) -> bool:
+        """Return whether an exchange carries a state from step to step, or `exchange="auto"` may still choose one."""
+        return self.has_exchange_state or (self._watch is not None and self._watch.lossy)
+
+    def follow_rates(self, rates: LearningRates) -> None:
+        """Take the learning rates of the steps, which error feedback needs, from `rates`."""
+        self._exchange.rates = rates
 
     def _take_in_later(self, params: Mapping[str, nn.Parameter]) -> None:
         """Add parameters that were unfrozen or given to an optimizer since the last pass. Raises BadInput if their
@@ -152,12 +162,13 @@ class BackwardPasses:
             self._take_in_later(new)
         for param in self._buckets.params.values():
             defer_hooks(param)
-        if self._watch is not None:
-            self._watch.turn()
         self._counted = None
         if self.manner.loss.reads_graph:
-            self._counted = asked.counted(self.hand)
+            with self._clock.stopped():  # only the first steps look through a loss's graph
+                self._counted = asked.counted(self.hand)
         self._roots = tuple(root.detach().sum() for root in asked.roots)
+        if self._watch is not None:
+            self._watch.ask()
 
     def before(self, name: str, gradient: Tensor | None) -> Tensor | None:
         """Prepare `.grad` for a gradient of `name` that is about to be added; return the gradient to add in its place,
@@ -203,8 +214,8 @@ class BackwardPasses:
                 view.zero_().add_(new)
             else:
                 view.copy_(new)
-        if self._watch is not None and self.serial == WATCHED and new is not None and new.layout == torch.strided:
-            self._watch.see(name, new)
+        if self._watch is not None and one.exchanging is not None:
+            self._watch.arrive(name)
         param.grad = view
         one.arrived.add(name)
         slot.waits -= 1
@@ -265,6 +276,8 @@ class BackwardPasses:
         row = StatusRow.of(BACKWARD, self.serial, counted, self.hand.mark, beside=beside)
         weighing = self._status.start(row)
         exchanging = None if is_held else self._exchange.begin()
+        if self._watch is not None and exchanging is not None:
+            self._watch.turn(is_asked=watched().running > 0)
         for slot in self._buckets.slots:
             slot.open()
         return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
@@ -276,8 +289,14 @@ class BackwardPasses:
 
     def _average(self, one: BackwardPass) -> None:
         """End a pass whose gradients are averaged over ranks."""
-        if self._watch is not None and self.serial == WATCHED:
+        if self._watch is not None:
             self._watch.end()
+        with self._clock.stopped():
+            self._exchange_rest(one)
+        self._gradients.held, self._grouped = set(), 0
+
+    def _exchange_rest(self, one: BackwardPass) -> None:
+        """Send what the pass has not sent yet, wait for the means, and write them to `.grad`."""
         self._status.rows(one)
         params, held = self._buckets.params, self._gradients.held
         mine = one.arrived | {name for name in held if self._buckets.is_view(name, params[name].grad)}
@@ -292,7 +311,6 @@ class BackwardPasses:
         with torch.no_grad():
             for name in params:
                 self._gradients.put(name, had=anywhere[name])
-        self._gradients.held, self._grouped = set(), 0
 
     def _drop(self, one: BackwardPass) -> None:
         """Abandon a pass: its exchanges are dropped, and no state has changed."""
@@ -310,28 +328,55 @@ class BackwardPasses:
         """Commit the pending exchange states of the gradients of `optimizer` after its step took effect."""
         self._buckets.commit(optimizer)
         self.skipped = 0
-        self._choose()
+        is_new = self._exchange.count_step()
+        if self._watch is not None:
+            self._profiled(self._watch, is_new=is_new)
 
-    def _choose(self) -> None:
-        """Choose an exchange after a step, once a pass was profiled; before that, record when the next step begins."""
-        if self._watch is None:
+    def _profiled(self, watch: PassProfile, *, is_new: bool) -> None:
+        """Choose an exchange if all ranks have profiled the step that was committed, else profile the next one.
+
+        `is_new`: whether passes were exchanged since the committed step before. All ranks commit the same steps, so all
+        of them meet here.
+        """
+        if not watch.has_begun or not is_new:
+            watch.begin()
             return
-        if self.serial < WATCHED:
-            self._watch.began_s = time.perf_counter()
-            return
-        chosen = self._watch.choose(self._buckets.params, self.pump)
-        self._watch = None
-        self._buckets.rebuild(chosen.exchange, chosen.buckets, chosen.turns)
+        at = f"the choice of an exchange after optimizer.step() {self._exchange.steps}"
+        rows = self.gathered(StatusRow(CHOICE, self.serial, beside=(float(watch.found),)), at)
+        if watch.is_enough(Found(int(rows.beside[:, 0].max()))):
+            with self.answered(at), self._clock.stopped():
+                chosen = watch.choose(self._buckets.params, self.pump)
+            self._watch = self._exchange.sees = None
+            self._buckets.rebuild(chosen.exchange, chosen.buckets, chosen.turns)
+        elif watch.is_vain:
+            self._keep_dense(
+                f"after {self._exchange.steps} optimizer steps, backward passes still do not go through "
+                "torch.autograd.backward, where their time begins. Call loss.backward()"
+            )
+        else:
+            watch.begin()
+
+    def _keep_dense(self, why: str) -> None:
+        """End the profile of a loop that has no step to profile: its exchange stays as it began."""
+        self._watch = self._exchange.sees = None
+        if self.pump.channel.rank == 0:
+            _log.warning("exchange: all-reduce, as exchange='auto' found no step to choose from: %s", why)
 
     def reject(self, optimizer: Optimizer) -> None:
         """Drop the pending exchange states of the gradients of `optimizer` after its step did not take effect."""
         self._buckets.reject(optimizer)
+        if self._watch is not None:
+            self._watch.drop()
 
     def _give_up_if_dropped(self) -> None:
         """Reject the passes whose gradients the user has dropped or zeroed without a step."""
-        if self._gradients.held or not self._buckets.give_up():
+        if self._gradients.held or not self._buckets.give_up(is_watched=self._watch is not None):
             return
+        if self._watch is not None:
+            self._watch.drop()
         self.skipped += 1
+        if self._watch is not None and self.skipped > _SKIPPED:
+            self._keep_dense(f"{self.skipped} backward passes in a row had no step of the wrapped optimizer")
         if self.has_exchange_state and self.skipped > _SKIPPED:
             raise BadInput(
                 f"{self.skipped} backward passes without a step of the wrapped optimizer: the exchange's residuals "

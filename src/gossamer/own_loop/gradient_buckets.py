@@ -218,9 +218,9 @@ class LoopBuckets:
         for slot in self._of(optimizer):
             slot.pending = None
 
-    def give_up(self) -> bool:
+    def give_up(self, *, is_watched: bool) -> bool:
         """Drop the pending states of each optimizer whose gradients the user has all dropped or zeroed without a step;
-        return whether there were any.
+        return whether there were any. `is_watched`: whether a step is being profiled, which takes note of that.
         """
         movers, nobody = self._trained.movers(), frozenset[int]()
         waiting: dict[frozenset[int], list[GradientBucket]] = {}
@@ -228,16 +228,16 @@ class LoopBuckets:
             if slot.pending is not None:
                 key = nobody.union(*(movers.get(entry.name, nobody) for entry in slot.layout.entries))
                 waiting.setdefault(key, []).append(slot)
-        dropped = [slots for slots in waiting.values() if not any(self._has_gradient(slot) for slot in slots)]
+        dropped = [some for some in waiting.values() if not any(self._has_gradient(slot, is_watched) for slot in some)]
         for slots in dropped:
             for slot in slots:
                 slot.pending = None
         return bool(dropped)
 
-    def _has_gradient(self, slot: GradientBucket) -> bool:
-        """Return whether the user has kept a gradient of a bucket; one of zeros is dropped where states are kept."""
-        grads = [self.params[entry.name].grad for entry in slot.layout.entries]
-        return any(grad is not None and (not self.remembers or bool(grad.any())) for grad in grads)
+    def _has_gradient(self, slot: GradientBucket, is_watched: bool) -> bool:
+        """Return whether the user has kept a gradient of a bucket; one of zeros is dropped where that matters."""
+        grads, matters = [self.params[entry.name].grad for entry in slot.layout.entries], self.remembers or is_watched
+        return any(grad is not None and (not matters or bool(grad.any())) for grad in grads)
 
     def _of(self, optimizer: Optimizer) -> list[GradientBucket]:
         """Return the buckets with gradients of parameters that `optimizer` moves."""

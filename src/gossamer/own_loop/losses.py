@@ -36,9 +36,13 @@ class BackwardCall:
 
 
 class LossRoots:
-    """The registry of callbacks that run before every outermost `torch.autograd.backward` of this process."""
+    """The registry of callbacks that run before every outermost `torch.autograd.backward` of this process.
+
+    `running`: how many of these run now, on any thread.
+    """
 
     def __init__(self) -> None:
+        self.running = 0
         self._lookers: list[Callable[[BackwardCall], None]] = []
         self._depth = threading.local()
 
@@ -52,6 +56,7 @@ class LossRoots:
         """Call the registered callbacks on entry, unless the call is nested in another backward pass."""
         depth = getattr(self._depth, "value", 0)
         self._depth.value = depth + 1
+        self.running += depth == 0
         try:
             if depth == 0 and self._lookers:  # a nested call is activation checkpointing, not a loss
                 roots = tuple(one for one in _sequence(tensors) if isinstance(one, Tensor))
@@ -62,6 +67,7 @@ class LossRoots:
             yield
         finally:
             self._depth.value = depth
+            self.running -= depth == 0
 
 
 @functools.cache

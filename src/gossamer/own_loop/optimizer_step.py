@@ -229,7 +229,7 @@ class OptimizerSteps:
                 do="leave max_grad_norm out, and call scaler.unscale_(optimizer), then clip_grad_norm_",
                 key="max_grad_norm",
             )
-        if not any(one.has_exchange_state and one.manner.scale is None for one in self._passes):
+        if not any(one.may_keep_residuals and one.manner.scale is None for one in self._passes):
             return
         frame = sys._getframe()
         while (frame := frame.f_back) is not None:  # type: ignore[assignment]

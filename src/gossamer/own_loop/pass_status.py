@@ -35,7 +35,8 @@ class PassStatus:
     def rows(self, one: BackwardPass) -> StatusRows:
         """Return all ranks' status rows of this pass. Waits for the last one; raises if they are inconsistent."""
         if one.rows is None:
-            (told,) = one.weighing.wait()
+            with self._party.clock.stopped():
+                (told,) = one.weighing.wait()
             one.rows = StatusRows.of(told, self._party.rank, one.row)
             one.rows.check()
             if one.deferred is not None:
@@ -59,7 +60,7 @@ class PassStatus:
 
     def gathered(self, row: StatusRow, doing: str) -> StatusRows:
         """All-gather a status row outside of the passes and return all ranks' rows. Raises as a pass does."""
-        with self.answered(doing):
+        with self.answered(doing), self._party.clock.stopped():
             (told,) = self.start(row).wait()
         rows = StatusRows.of(told, self._party.rank, row)
         rows.check()

@@ -7,7 +7,8 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from gossamer.comm.message import ProcessGroups
 from gossamer.job.rank_inputs import RankContext
 from gossamer.job.worker import rendezvous
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
+from gossamer.own_loop.compute_clock import ComputeClock
 from gossamer.spec.errors import BadInput, PeerLost
 
 _LATE_S = 3.0  # grace period in which other waiting ranks report to the store
@@ -23,7 +25,10 @@ _LATE_S = 3.0  # grace period in which other waiting ranks report to the store
 
 @dataclass(frozen=True, slots=True)
 class LoopGroup:
-    """The group of all ranks of one wrapped loop, with their store and number of hosts. Alone it is rank 0 of 1."""
+    """The group of all ranks of one wrapped loop, with their store and number of hosts. Alone it is rank 0 of 1.
+
+    `clock`: that of this rank's own work, which stands still while it waits for the group.
+    """
 
     rank: int
     ranks: int
@@ -31,6 +36,7 @@ class LoopGroup:
     interface: str = ""
     hosts: int = 1
     timeout_s: float = 120.0
+    clock: ComputeClock = field(default_factory=ComputeClock, compare=False)
 
     @property
     def is_alone(self) -> bool:
@@ -86,7 +92,7 @@ class LoopGroup:
 
 def party(timeout_s: float) -> LoopGroup:
     """Return the group of ranks: of the initialized default process group, else of a launcher's variables, else of this
-    process alone.
+    process alone. Raises PeerLost for ranks that do not come within `timeout_s`.
 
     Every wrap of a process has its own keys in the store; all ranks must wrap in the same order.
     """
@@ -103,8 +109,35 @@ def party(timeout_s: float) -> LoopGroup:
     wraps = store.add(f"own_loop/{run}/wraps/{rank}", 1)
     mine = dist.PrefixStore(f"own_loop/{run}/{wraps}", store)
     mine.set(f"host/{rank}", socket.gethostname())
-    names = {mine.get(f"host/{other}") for other in range(ranks)}
+    names = _hosts(mine, rank, ranks, timeout_s)
     return LoopGroup(rank, ranks, mine, interface, max(hosts, len(names)), timeout_s)
+
+
+def _hosts(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> set[bytes]:
+    """Return the names of the hosts, once every rank has written its own. Raises PeerLost, which names those that have
+    not.
+
+    A store that the script has opened waits for minutes by itself, and its error says only which key it misses.
+    """
+    keys = [f"host/{other}" for other in range(ranks)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+        return {store.get(key) for key in keys}
+    except RuntimeError as error:
+        raise PeerLost(
+            f"rank {rank} waits in gossamer.wrap: {_missing(store, keys, timeout_s)}. Every rank must call "
+            "gossamer.wrap the same number of times, in the same order"
+        ) from error
+
+
+def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> str:
+    try:
+        late = [str(number) for number, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        late = []
+    if not late:
+        return "the store of the process group cannot be reached"
+    return f"rank {', '.join(late)} did not reach it within {timeout_s:g} s"
 
 
 @functools.cache

@@ -15,12 +15,13 @@ from torch import Tensor
 from gossamer.loss_reader.count import Kind, LossCount
 from gossamer.spec.errors import BadInput, WireMismatch, bad_input
 
-BACKWARD, STEP, LOSS, TAKEN = 1, 2, 3, 4
+BACKWARD, STEP, LOSS, TAKEN, CHOICE = 1, 2, 3, 4, 5
 _DOING = {
     BACKWARD: "backward pass",
     STEP: "optimizer.step() after backward pass",
     LOSS: "the closure of optimizer.step(), after backward pass",
     TAKEN: "the registration of unfrozen parameters, after backward pass",
+    CHOICE: "the choice of an exchange, after backward pass",
 }
 _KINDS = list(Kind)
 _BESIDE = 7  # additional values of a row

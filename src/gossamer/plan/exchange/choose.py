@@ -22,6 +22,7 @@ from gossamer.spec.units import show_bytes, show_seconds
 WORTH = 0.05  # of a step: the least saving that is worth a word, or a change of how often ranks synchronize
 _PRICE = 0.1  # of a step: the saving that compensates for deferring all of its gradient
 _MILDER = 0.5  # of what is lost: the most that a change without a shorter step may still lose
+_PERMISSION = "plan.lossy: true"
 _WATCHED_BUCKETS = 64  # beyond, what the step waits for is found for so many runs of buckets
 
 
@@ -30,13 +31,14 @@ class Decision:
     """The chosen buckets of a step and their exchanges, with the estimates behind the choice.
 
     `best`: the mixture that was chosen from `candidates`; `dense`: the best one with all-reduce alone. `also`: what the
-    reason ends with.
+    reason ends with. `permission`: what the user writes to permit lossy exchanges.
     """
 
     best: Mixture
     dense: Mixture
     candidates: Sequence[Candidate] = CANDIDATES
     also: str = ""
+    permission: str = _PERMISSION
 
     @cached_property
     def forecast(self) -> Cost:
@@ -84,7 +86,7 @@ class Decision:
         other, also = search(cuts, range(len(self.candidates)), singles or SingleCandidates()), ""
         if other.step_s < enough_s:
             also = (
-                f"; plan.lossy: true would take {_summary(other, self.candidates)} "
+                f"; {self.permission} would take {_summary(other, self.candidates)} "
                 f"({show_bytes(_cost(other).sent_bytes[0])}) and save "
                 f"{show_seconds(self.best.step_s - other.step_s)} more a step"
             )
@@ -133,17 +135,21 @@ class Decision:
 
 
 def choose(
-    facts: StepMeasurements, *others: StepMeasurements, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES
+    facts: StepMeasurements,
+    *others: StepMeasurements,
+    lossy: bool,
+    candidates: Sequence[Candidate] = CANDIDATES,
+    permission: str = _PERMISSION,
 ) -> Decision:
     """Choose the buckets and the exchange of each.
 
     `others`: the same gradients in buckets of other sizes. `lossy` false allows only exact exchanges or bf16; the
-    reason then says what lossy exchanges would save.
+    reason then says what lossy exchanges would save, and that the user permits them by writing `permission`.
     """
     cuts, singles = (facts, *others), SingleCandidates()
     plain = _plain(cuts, singles)
     best = search(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy], singles)
-    decision = Decision(best, plain, candidates)
+    decision = Decision(best, plain, candidates, permission=permission)
     return decision if lossy else decision.advised(*cuts, singles=singles)
 
 

@@ -151,7 +151,7 @@ def _check_bucket(bucket: BucketMeasurements, place: int) -> None:
 def check_finite(name: str, value: float, where: str = "") -> None:
     """Raise BadInput if the measured number `value` is not finite. `name` and `where` describe it in the error."""
     if not math.isfinite(value):
-        do = "measure again, or name the exchange in plan.exchange"
+        do = "measure again, or name the exchange instead of auto"
         raise bad_input(wanted=f"a finite {name}", got=f"{value:g}{where}", do=do, key="plan.exchange")
 
 
