@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.comm.bucket import Bucket, Layout
-from gossamer.exchange.dense import Dense
 from gossamer.own_loop.compute_clock import ComputeClock
 from gossamer.own_loop.exchange_choice import Found, PassProfile
-from gossamer.own_loop.gradient_buckets import GradientBucket
 from own_loop.auto_jobs import BACKWARD_S, FORWARD_S, LATE_S
 from pool import Pool
 
@@ -118,14 +115,6 @@ def test_a_scaler_beside_residuals_to_come_is_refused_at_the_first_step(pool: Po
         assert "Pass the GradScaler to gossamer.wrap" in found["said"] and found["steps"] == 0
 
 
-def bucket(*values: float) -> GradientBucket:
-    """A bucket of one parameter, w."""
-    flat = torch.tensor(values)
-    layout = Layout.of({"w": flat})
-    held = Bucket(layout, flat)
-    return GradientBucket(layout, Dense(), Dense().init(layout), held, dict(held.slices()), flat, False)
-
-
 def test_passes_of_one_backward_call_are_one() -> None:
     clock = Hands()
     profile = PassProfile(clock, lossy=False)
@@ -134,7 +123,7 @@ def test_passes_of_one_backward_call_are_one() -> None:
     profile.ask()
     for at_s in (3.0, 4.0):
         profile.turn(is_asked=True)
-        profile.see(bucket(1.0, 2.0))
+        profile.see({"w": torch.tensor([1.0, 2.0])})
         clock.at_s = at_s
         profile.end()
     found = profile.rehearsal({"w": torch.zeros(2)})

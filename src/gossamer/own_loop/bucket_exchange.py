@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from gossamer.own_loop.status_rows import StatusRows
 class BucketSender:
     """The sender of the buckets of backward passes.
 
-    `rates`: of what the buckets hold, for error feedback. `sees`, if any: is shown each bucket with this rank's mean
-    gradients, before it is sent. `steps`: committed so far, as `gossamer train` counts them: while the first one is
-    made they are 0.
+    `rates`: of what the buckets hold, for error feedback. `sees`, if any: is shown this rank's mean gradients of each
+    bucket, before it is sent. `steps`: committed so far, as `gossamer train` counts them: while the first one is made
+    they are 0.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BucketSender:
     ) -> None:
         self._buckets, self._status, self._pump, self._party, self._manner = buckets, status, pump, party, manner
         self.rates, self._rate_of = LearningRates(), dict[int, float]()
-        self.sees: Callable[[GradientBucket], None] | None = None
+        self.sees: Callable[[Mapping[str, Tensor]], None] | None = None
         self.steps = 0
         self._passes = 0  # exchanged since the last step
 
@@ -64,7 +64,7 @@ class BucketSender:
                 flat.zero_()  # a rank whose loss counts nothing may have nan
         slot.add_own()
         if self.sees is not None:
-            self.sees(slot)
+            self.sees(slot.views)
         if (scale := self._scale(slot)) != 1.0:
             flat.mul_(1.0 / scale)
         levels, rate = self._pump.channel.levels, self._rate(slot)
@@ -134,7 +134,7 @@ class BucketSender:
         if count == 0.0:
             slot.bucket.flat.zero_()  # a rank whose loss counts nothing may have nan
         if self.sees is not None:
-            self.sees(slot)
+            self.sees(slot.views)
         if count not in (0.0, 1.0):
             slot.bucket.flat.mul_(count)
         had = [float(entry.name in one.arrived or entry.name in held) for entry in slot.layout.entries]

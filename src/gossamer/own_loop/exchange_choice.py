@@ -30,7 +30,6 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe
 from gossamer.own_loop.compute_clock import ComputeClock
-from gossamer.own_loop.gradient_buckets import GradientBucket
 from gossamer.plan.exchange import CANDIDATES, choose
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
@@ -108,12 +107,12 @@ class PassProfile:
         if (step := self._step) is not None and step.turned_s is not None:
             step.ready_s[name] = self._clock.now_s() - step.turned_s
 
-    def see(self, slot: GradientBucket) -> None:
+    def see(self, gradients: Mapping[str, Tensor]) -> None:
         """Copy the gradients of a bucket that is about to be sent."""
         if (step := self._step) is None:
             return
         with self._clock.stopped():
-            for name, view in slot.views.items():
+            for name, view in gradients.items():
                 known = step.gradients.get(name)
                 step.gradients[name] = view.detach().clone() if known is None else known.add_(view)
 
