@@ -334,11 +334,11 @@ def alone(seat: Seat) -> str:
         dist.destroy_process_group()
 
 
-def untold_scaler(seat: Seat) -> dict[str, Any]:
+def untold_scaler(seat: Seat, *, enabled: bool) -> dict[str, Any]:
     """A GradScaler that gossamer.wrap does not know, beside an exchange that may come to keep residuals."""
     with hosts(seat) as seen:
         model, optimizer = _made()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=enabled)
         seen.wrap(model, optimizer, lossy=True)
         try:
             for _ in range(3):

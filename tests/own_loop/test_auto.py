@@ -111,8 +111,10 @@ def test_a_rank_that_does_not_wrap_is_named(pool: Pool) -> None:
 
 
 def test_a_scaler_beside_residuals_to_come_is_refused_at_the_first_step(pool: Pool) -> None:
-    for found in pool.run("own_loop.auto_jobs:untold_scaler", 2):
+    for found in pool.run("own_loop.auto_jobs:untold_scaler", 2, enabled=True):
         assert "Pass the GradScaler to gossamer.wrap" in found["said"] and found["steps"] == 0
+    for found in pool.run("own_loop.auto_jobs:untold_scaler", 2, enabled=False):
+        assert found["said"] == "", "one that scales nothing, as loops have that choose their precision later"
 
 
 def test_passes_of_one_backward_call_are_one() -> None:

@@ -233,7 +233,7 @@ class OptimizerSteps:
             return
         frame = sys._getframe()
         while (frame := frame.f_back) is not None:  # type: ignore[assignment]
-            if frame.f_code is torch.amp.GradScaler.step.__code__:
+            if frame.f_code is torch.amp.GradScaler.step.__code__ and frame.f_locals["self"].is_enabled():
                 raise BadInput(
                     "the exchange keeps residuals, and a GradScaler changes the scale of the gradients that they are "
                     "added to. Pass the GradScaler to gossamer.wrap as scaler="
