@@ -248,7 +248,7 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
 
     def decide(*given: Any, **more: Any) -> Decision:
         found = real(*given, **more)
-        made.append(Named(found.best, found.dense, found.candidates, found.also, next(chosen)))
+        made.append(Named(found.best, found.dense, found.candidates, found.also, name=next(chosen)))
         return made[-1]
 
     monkeypatch.setattr(choice_basis, "choose", decide)
@@ -601,7 +601,7 @@ def test_what_stays_after_a_drift_has_its_own_forecast_and_goes_on_being_compare
 
     def decide(*given: Any, **more: Any) -> Decision:
         found = real(*given, **more)
-        return Named(found.best, found.dense, found.candidates, found.also, int8)
+        return Named(found.best, found.dense, found.candidates, found.also, name=int8)
 
     monkeypatch.setattr(choice_basis, "choose", decide)
     before, made = exchanger.settle(automatic=True, hosts=2), exchanger._decision
