@@ -13,7 +13,7 @@ import torch
 
 from gossamer import exchange as exchange_methods
 from gossamer import sharding as sharding_methods
-from gossamer.autotune import exchange_profile
+from gossamer.autotune import exchange_profile, rehearsed_gradients
 from gossamer.autotune.adaptive_compression import AdaptiveCompression
 from gossamer.autotune.exchange_profile import EncodeTimes, ExchangeProfile
 from gossamer.comm.bucket import Layout
@@ -387,7 +387,7 @@ def test_a_small_gradient_that_cannot_be_served_leaves_the_others_alone(monkeypa
 
     monkeypatch.setattr(exchange_methods, "errors_of", picky)
     gradients = {name: torch.ones(8) for name in ("a", "odd", "b")}
-    found = exchange_profile._lost(CANDIDATES[INT8], gradients)
+    found = rehearsed_gradients.lost_of(CANDIDATES[INT8], gradients)
     assert (found["a"], found["b"]) == (4.0, 4.0)
     assert math.isnan(found["odd"])
 

@@ -4,7 +4,7 @@ all ranks go on with one mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +17,7 @@ from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import Collective, ExchangeContext, Message, ProcessGroups
 from gossamer.exchange import is_residual
 from gossamer.run.checkpoint.stored import merged
+from gossamer.sharding._hierarchical_reduce_scatter import HierarchicalReduceScatter
 from gossamer.sync._gradient_buckets import GradientBuckets, buckets_of
 
 SHAPES = {"a": (6,), "b": (6,), "c": (6,), "d": (6,)}
@@ -27,10 +28,12 @@ THREES = ProcessGroups.islands([[0, 1, 2], [3, 4, 5]])
 ONE, SWAPPED, APART = [["a", "b", "c", "d"]], [["c", "d", "a", "b"]], [["a"], ["d", "b"], ["c"]]
 
 
-def ranks_of(count: int, written: Any, named: Sequence[Sequence[str]]) -> list[GradientBuckets]:
+def ranks_of(
+    count: int, written: Any, named: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> list[GradientBuckets]:
     found = []
     for _ in range(count):
-        params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+        params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
         one = GradientBuckets(params, holdings={}, gives_back=False)
         cut_anew(one, written, named)
         found.append(one)
@@ -38,7 +41,7 @@ def ranks_of(count: int, written: Any, named: Sequence[Sequence[str]]) -> list[G
 
 
 def cut_anew(one: GradientBuckets, written: Any, named: Sequence[Sequence[str]]) -> None:
-    exchange = exchange_methods.build(written)
+    exchange = written if isinstance(written, exchange_methods.Exchange) else exchange_methods.build(written)
     one.replace_buckets(buckets_of(one.params, dict.fromkeys(one.params, exchange), bucket_bytes=1 << 20, named=named))
 
 
@@ -134,6 +137,32 @@ def test_what_islands_estimate_starts_anew_where_others_keep_it(inner: Any) -> N
     means = step(ranks, OTHERS, noise, 3)
     for mean in means[1:]:
         assert all(torch.equal(mean[name], means[0][name]) for name in SHAPES)
+
+
+MASKED = {"static_mask": {"sparsity": 0.5, "seed": 1, "inner": OWES}}
+BY_ROWS = HierarchicalReduceScatter(exchange_methods.build(TOPK))
+
+
+@pytest.mark.parametrize("written", [OWES, MASKED, {"momentum": {"inner": OWES}}, BY_ROWS], ids=str)
+def test_a_rank_owes_what_it_owns_and_nothing_else(written: Any) -> None:
+    """Whatever is around the exchange between islands: else residuals would be taken from those who send them. Half of
+    the matrix is masked, so the bucket is cut elsewhere than a whole one.
+    """
+    shapes, numel = {"a": (4, 8), "b": (12,), "c": (12,), "d": (8,)}, 0
+    ranks = ranks_of(4, written, ONE, shapes)
+
+    def given(rank: int, name: str) -> Tensor:
+        return torch.randn(shapes[name], generator=torch.Generator().manual_seed(100 * rank + ord(name)))
+
+    step(ranks, PAIRS, given, 0)
+    for rank, one in enumerate(ranks):
+        for slot in one.slots:
+            tensors = dict(slot.state.flatten())
+            for path, mine in slot.exchange.owned(slot.layout, PAIRS, rank).items():
+                (owed,) = [t for name, t in tensors.items() if name.startswith(f"{path}/") and is_residual(name)]
+                assert owed.shape == mine.shape and not owed[~mine].any()
+                numel += int(owed[mine].count_nonzero())
+    assert numel > 0, "nothing is owed: this proves nothing"
 
 
 def test_all_other_exchanges_keep_their_own() -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, sizes_of_buckets
+from gossamer.autotune.rehearsed_gradients import lost_of, occupied_by, with_stand_ins
 from gossamer.comm.bucket import Entry, Layout, divided, partition
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
-from gossamer.ops.topk_indices import used_blocks
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
@@ -46,8 +46,6 @@ from gossamer.spec.row_range import whole_of
 from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
-_SMALL = 1 << 12  # numbers of a gradient that is measured with others
-_BLOCK = 32  # numbers of a gradient of which all are zero, or one is in use
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
 _FREE = MessagePrice()
 
@@ -154,10 +152,10 @@ class ExchangeProfile:
         """
         times = [rehearsal.compute_s, rehearsal.backward_s, encode_slowdown()]
         agreed = _largest(pump, ("compute_s", "backward_s", "stolen"), times)
-        occupied, idle = _occupied(pump, rehearsal) if knows else ({}, frozenset[str]())
-        gradients = _with_stand_ins(rehearsal.gradients, idle) if knows else {}
+        occupied, idle = occupied_by(pump, rehearsal) if knows else ({}, frozenset[str]())
+        gradients = with_stand_ins(rehearsal.gradients, idle) if knows else {}
         squares = {n: float(g.double().square().sum()) for n, g in gradients.items()}
-        lost = {told(c.loses_as): _lost(c, gradients) for c in candidates} if knows else {}
+        lost = {told(c.loses_as): lost_of(c, gradients) for c in candidates} if knows else {}
         return ExchangeProfile(
             params,
             pump,
@@ -440,70 +438,3 @@ def _traffic(
 def _wire_seconds(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> float:
     """Return the seconds of an exchange's messages, one after the other."""
     return wire_seconds(_traffic(exchange, where, levels), levels, links)[0]
-
-
-def _occupied(pump: CommThread, rehearsal: StepProfile) -> tuple[dict[str, float], frozenset[str]]:
-    """Return by parameter the part of its gradient, in blocks, that is not zero on some rank in some micro-batch: at
-    most the sum of these. Return also the parameters of which nothing is known, that count as whole.
-
-    Those have a gradient, and it is zero on all ranks: as behind weights that begin at zero (an adapter's, a head's),
-    which have moved after one step. A parameter on which no rank's loss depends is not among them. All ranks must call
-    it.
-    """
-    names = list(rehearsal.gradients)
-    mine = [rehearsal.microbatches * _part_in_use(g) for g in rehearsal.gradients.values()]
-    mine += [float(name not in rehearsal.absent) for name in names]
-    total = gathered(pump.channel, mine).sum(0).clamp(max=1.0).tolist()
-    parts, present = dict(zip(names, total, strict=False)), dict(zip(names, total[len(names) :], strict=True))
-    idle = frozenset(name for name in names if present[name] and not parts[name])
-    return parts | dict.fromkeys(idle, 1.0), idle
-
-
-def _with_stand_ins(gradients: Mapping[str, Tensor], idle: frozenset[str]) -> dict[str, Tensor]:
-    """Return the gradients; for each of `idle` Gaussian numbers, whose mean square is that of all other ones."""
-    known = [g for name, g in gradients.items() if name not in idle]
-    square, numel = sum(float(g.double().square().sum()) for g in known), sum(g.numel() for g in known)
-    scale, rng = math.sqrt(square / numel) if square else 1.0, torch.Generator().manual_seed(0)
-    return {
-        name: (torch.randn(g.shape, generator=rng, dtype=torch.float32) * scale).to(g) if name in idle else g
-        for name, g in gradients.items()
-    }
-
-
-def _part_in_use(gradient: Tensor) -> float:
-    return float(used_blocks(gradient.flatten(), _BLOCK).float().mean()) if gradient.numel() else 1.0
-
-
-def _lost(candidate: Candidate, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return |x - kept|^2 of every gradient by itself; nan for one that the candidate cannot serve.
-
-    Small ones share buckets, as they do in a run: of thousands each by itself would take longer than all the rest.
-    """
-    one, found = ParameterRules.single(candidate.loses_as), dict.fromkeys(gradients, 0.0)
-    if one.traits.lossless:
-        return found
-    for some in _together(gradients):
-        found |= {name: error**2 for name, error in _errors(one, some).items()}
-    return found
-
-
-def _errors(exchange: Exchange, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the errors of gradients in one bucket; where that cannot be served, those of each by itself, or nan."""
-    try:
-        return exchange_methods.errors_of(exchange, gradients)
-    except BadInput:
-        if len(gradients) == 1:
-            return dict.fromkeys(gradients, math.nan)
-    return {n: error for name, one in gradients.items() for n, error in _errors(exchange, {name: one}).items()}
-
-
-def _together(gradients: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the gradients in groups: a small one with others of its type, every other one by itself."""
-    small = dict[tuple[torch.dtype, torch.device], dict[str, Tensor]]()
-    found = list[dict[str, Tensor]]()
-    for name, gradient in gradients.items():
-        if gradient.numel() > _SMALL:
-            found.append({name: gradient})
-        else:
-            small.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
-    return [*found, *small.values()]

@@ -261,16 +261,16 @@ class ExchangeSelector:
         found = Calibration.fit(best.facts, best.picked, times)
         self._basis = self._basis.corrected(found)
         decision, now = self._settle_on(self._basis.fastest()), best.on(found.applied(best.facts))
-        said += f" ({found.show()})"
+        said, in_force = f"{said} ({found.show()})", replace(decision, best=now)
         if decision.written != before.exchange and decision.replaces(now):
-            if (changed := self._replaced(before, step, said, replace(decision, best=now))) is not None:
+            if (changed := self._replaced(before, step, said, in_force)) is not None:
                 self._watch.begin_anew(self.pump)
                 self._expect()
                 return changed
         else:
             self.plan = before  # with the forecast that its exchange was chosen by
             self.tell(f"{said}; the exchange stays", step)
-        self._decision = replace(decision, best=now)
+        self._decision = in_force
         self._steps.begin_anew(self.pump, times)
         return None
 

@@ -72,9 +72,9 @@ class Bucket:
             yield e.name, self.flat[e.start : e.start + e.numel].view(e.shape)
 
 
-def sum_dtype(layout: Layout) -> torch.dtype:
-    """Return the dtype in which an exchange without loss adds up: float64 of float64 numbers, else float32."""
-    return torch.float64 if layout.dtype is torch.float64 else torch.float32
+def sum_dtype(of: torch.dtype) -> torch.dtype:
+    """Return the dtype in which an exchange without loss adds up numbers: float64 of float64 ones, else float32."""
+    return torch.float64 if of is torch.float64 else torch.float32
 
 
 def as_float(layout: Layout) -> Layout:

@@ -53,7 +53,7 @@ class BlockSparse(Exchange):
         return ExchangeState()
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
-        flat, block = x.flat.to(sum_dtype(x.layout)), self.block_size
+        flat, block = x.flat.to(sum_dtype(x.layout.dtype)), self.block_size
         mine = to_bits(used_blocks(flat, block))
         (union,) = yield Message((mine.cpu(),), Collective.OR)
         if count_bits(union) * block >= flat.numel():
@@ -65,10 +65,8 @@ class BlockSparse(Exchange):
         return Outcome(mean.to(x.layout.dtype), None, state)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        blocks = -(-layout.numel // self.block_size)
-        return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(
-            Collective.SUM, layout.numel, sum_dtype(layout).itemsize
-        )
+        blocks, size = -(-layout.numel // self.block_size), sum_dtype(layout.dtype).itemsize
+        return Traffic(Collective.OR, -(-blocks // 8), 1), Traffic(Collective.SUM, layout.numel, size)
 
     def expected_traffic(
         self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float

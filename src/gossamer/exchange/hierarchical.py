@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, sum_dtype
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -100,8 +100,7 @@ class _AsTheyAre(_Form):
         return mine
 
     def mean(self, rows: Tensor, numel: int, shares: list[float], key: Key) -> Tensor:
-        kind = torch.float64 if rows.dtype is torch.float64 else torch.float32
-        total = torch.zeros(numel, dtype=kind, device=rows.device)
+        total = torch.zeros(numel, dtype=sum_dtype(rows.dtype), device=rows.device)
         for row, share in zip(rows, shares, strict=True):
             total.add_(row, alpha=share)
         return total

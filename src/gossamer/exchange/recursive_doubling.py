@@ -95,7 +95,7 @@ class RecursiveDoubling(Exchange):
 
     def _kind(self, layout: Layout) -> torch.dtype:
         """Return the dtype of partial sums; codecs take float32."""
-        return sum_dtype(layout) if self.codec is None else torch.float32
+        return sum_dtype(layout.dtype) if self.codec is None else torch.float32
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Star(Exchange):
             (mean,) = yield Message((x.flat[:0],), Collective.SHUFFLE, splits=from_hub, arriving=back)
             return Outcome(mean, None, state)
         others = iter(arrived.view(ranks - 1, numel))
-        total = x.flat.new_zeros(numel, dtype=sum_dtype(x.layout))
+        total = x.flat.new_zeros(numel, dtype=sum_dtype(x.layout.dtype))
         for place, share in enumerate(at.shares):
             total.add_(x.flat if place == me else next(others), alpha=share)
         mean = total.to(x.layout.dtype)

@@ -80,6 +80,10 @@ class StaticMask(Exchange):
         part = self._part(layout)
         return ExchangeState(inner=(part.spread_state(self.inner.init(part.layout)),))
 
+    def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
+        part = self._part(layout)
+        return {f"0/{path}": part.spread(mine) for path, mine in self.inner.owned(part.layout, levels, rank).items()}
+
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         part = self._part(x.layout)
         sent, given = part.taken(x.flat), x.flat.float().clone() if at.accounts else None

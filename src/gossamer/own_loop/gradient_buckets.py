@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, sum_dtype
 from gossamer.comm.channel import Channel
 from gossamer.comm.message import Collective, ExchangeContext, ExchangeState, Message, Outcome, Rounds
 from gossamer.exchange import Exchange, compile_kernels, has_state, is_residual
@@ -70,8 +70,7 @@ class GradientBucket:
 
     def add_own(self) -> None:
         """Count in this rank's own gradients of a pass, before they are exchanged."""
-        kind = torch.float64 if self.layout.dtype == torch.float64 else torch.float32  # a sum in half would overflow
-        total = self.bucket.flat.sum(dtype=kind)
+        total = self.bucket.flat.sum(dtype=sum_dtype(self.layout.dtype))  # in half it would overflow
         self.own = total if self.own is None else self.own + total
 
     @property

@@ -28,8 +28,8 @@ class SavedExchanges(Stateful):
 
     `residuals`: with another number of ranks, `redistribute` divides the sum of the former ranks' residuals evenly over
     the ranks, so that no residual is lost; `reset` starts with none. What another exchange keeps starts anew, but for
-    residuals: they go on in whatever error feedback their parameter has now. What one rank of
-    an island keeps for all of it starts anew on other islands.
+    residuals: they go on in whatever error feedback their parameter has now. What one rank of an island keeps for all
+    of it starts anew on other islands.
     """
 
     prefixes: ClassVar[tuple[str, ...]] = (_PREFIX,)
