@@ -75,7 +75,7 @@ def run(
                     if one.name in found:
                         continue
                     began = time.monotonic()
-                    give(folder, one.name, number)
+                    give(folder, one.name, number, one.link.hosts)
                     last = number == one.rounds
                     _wait(folder, one, number, started[one.name], _START_S + one.steps * _STEP_S, to_end=last)
                     turn_s = time.monotonic() - began

@@ -1,22 +1,22 @@
 """Take turns by the step: several programs train at once, and each runs a few steps while all others wait.
 
 A machine that slows down for a minute slows all of them alike, and a program starts once for all of its turns. In the
-folder that programs share, `turn` names who runs, and in which round; `NAME.HOST` has the round that a host of it has
-ended (-1: it is at its first step).
+folder that programs share, the pipe `NAME.HOST.go` brings a host of a program the round of its next turn, and
+`NAME.HOST` has the round that it has ended (-1: it is at its first step). A host that waits reads its pipe, which takes
+nothing of a processor.
 
     python -m links.turns FOLDER NAME STEPS train run.yaml     # `gossamer train`, which waits before its steps
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-_LOOK_S = 0.02  # ten programs that wait take a hundredth of a core
+_LOOK_S, _PATIENCE_S = 0.02, 60.0  # of who gives a turn, for a host that has just said that it waits
 HOST = "LINKS_HOST"
 
 
@@ -38,25 +38,32 @@ class Turns:
     def wait(self) -> None:
         """Return when the next step may run."""
         if self.made == self.steps:
+            go = self.folder / f"{self.name}.{self.host}.go"
+            if not go.exists():
+                os.mkfifo(go)
             put(self.folder / f"{self.name}.{self.host}", str(self.round))
-            while (now := at(self.folder))[0] != self.name or now[1] == self.round:
-                time.sleep(_LOOK_S)
-            self.round, self.made = now[1], 0
+            self.round, self.made = int(go.read_text()), 0
         self.made += 1
 
 
-def at(folder: Path) -> tuple[str, int]:
-    """Return whose turn it is, and of which round."""
+def give(folder: Path, name: str, number: int, hosts: int) -> None:
+    """Let a program, whose hosts all wait, make the steps of its next turn."""
+    for host in range(hosts):
+        end = time.monotonic() + _PATIENCE_S
+        while (pipe := _opened(folder / f"{name}.{host}.go")) < 0:
+            if time.monotonic() > end:
+                raise SystemExit(f"{name}: host {host} does not wait for its turn {number}")
+            time.sleep(_LOOK_S)
+        os.write(pipe, str(number).encode())
+        os.close(pipe)
+
+
+def _opened(pipe: Path) -> int:
+    """Return a pipe to write to, -1 while nobody reads it."""
     try:
-        name, number = json.loads((folder / "turn").read_text())
-    except FileNotFoundError:
-        return "", -1
-    return name, number
-
-
-def give(folder: Path, name: str, number: int) -> None:
-    """Let a program make the steps of its next turn."""
-    put(folder / "turn", json.dumps([name, number]))
+        return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return -1
 
 
 def ended(folder: Path, name: str, number: int, hosts: int) -> bool:

@@ -320,6 +320,20 @@ def test_half_parameters_follow_their_float32_copies(pool: Pool, tmp_path: Path)
     assert again[1]["digest"] == whole[0]["digest"]
 
 
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 2)])
+def test_rounds_of_other_fragments_are_refused(pool: Pool, tmp_path: Path, saved: int, resumed: int) -> None:
+    """One is under way at the stop, of parameters that the other fragments divide in another way."""
+
+    def divided(fragments: int) -> dict[str, Any]:
+        written = {"streaming_diloco": {"sync_every": 4, "fragments": fragments, "sync_delay": 2}}
+        return {"folder": str(tmp_path), "steps": 9, "fresh_plan": True, "sections": sections(written)}
+
+    pool.run("run.jobs:train", 2, until=5, **divided(saved))
+    for answer in pool.attempt("run.jobs:train", 2, resume=True, **divided(resumed)):
+        assert answer["kind"] == "BadInput"
+        assert f"other settings of plan.sync: wanted {saved} in plan.sync.fragments, got {resumed}; " in answer["error"]
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     (sections({"diloco": {"sync_every": 0}}), "plan.sync.diloco.sync_every: wanted a period of at least 1 step, got 0"),
     (sections({"diloco": {"sync_every": 4, "fragments": 5}}), "plan.sync.diloco.fragments: wanted 1 to 4 fragments"),

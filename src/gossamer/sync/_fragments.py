@@ -148,10 +148,14 @@ class Fragment:
         return found
 
     def own(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank alone, without its parameters."""
+        """Return the state of this rank alone, without its parameters.
+
+        An exchange's state is that after the pending round, unless its mean is not finite, and so never applied.
+        """
         found: dict[str, Tensor] = {}
         outcomes = self.flight.outcomes if self.flight else ()
-        states = [o.state for o in outcomes] or [part.state for part in self.parts]
+        is_applied = bool(outcomes) and are_finite([one.mean for one in outcomes])
+        states = [one.state for one in outcomes] if is_applied else [part.state for part in self.parts]
         for part, state in zip(self.parts, states, strict=True):
             found.update({f"rounds/{n}": t for n, t in state_by_name(part.layout, state).items()})
             found.update({f"steps/{n}": t for n, t in state_by_name(part.layout, part.each).items()})

@@ -11,9 +11,14 @@ import torch
 from gossamer.exchange import is_residual
 from gossamer.run.checkpoint.membership import Membership
 from gossamer.run.checkpoint.stored import merged, was_apart
+from gossamer.spec.errors import CheckpointMismatch
 from gossamer.store.slices import REPLICATED
 from gossamer.store.stateful import SliceCopies, Stateful, StateSlice, StateSource
 from gossamer.sync import OuterLoop
+
+_AS_SAVED = (
+    "resume with the method that it was saved with, or with `plan: {sync: every_step}` from its global parameters"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,25 @@ class OuterLoopState(Stateful):
         under_way = (n.removeprefix("island/") for n in sorted(source.names()) if n.startswith("island/left/"))
         return {n: source.versions(f"island/{n}") for n in (*self.apart.own(), *under_way)}
 
+    def cause(self, source: StateSource, missing: frozenset[str]) -> str:
+        """Return that the outer loop is another one than the one saved, if that is why tensors are missing."""
+        lacks = any(name.startswith("outer/") for name in missing)
+        return self._other_fragments(source) or (f"{_other_loop(source)}, {_AS_SAVED}" if lacks else "")
+
     def check(self, source: StateSource) -> None:
-        """Check nothing more than `wanted`: local state that is not there starts from the global parameters."""
+        """Check that the model is divided into fragments as it was: their rounds are counted one by one.
+
+        Local state that is not there starts from the global parameters.
+        """
+        if why := self._other_fragments(source):
+            raise CheckpointMismatch(why)
+
+    def _other_fragments(self, source: StateSource) -> str:
+        """Return that the stored fragments are more or fewer than those of this run, "" if they are as many."""
+        there, here = (sum(name.startswith("outer/counts/") for name in source.names()), len(self.apart.fragments))
+        if not (self.is_apart and was_apart(source)) or there == here:
+            return ""
+        return f"{_other_loop(source)}: wanted {there} in plan.sync.fragments, got {here}; {_AS_SAVED}"
 
     @torch.no_grad()
     def restore(self, source: StateSource) -> str:
@@ -101,3 +123,7 @@ class OuterLoopState(Stateful):
             names = [name for name in there if name.startswith(kind)]
             found += names if all(there[name] == tuple(range(former)) for name in names) else []
         return found
+
+
+def _other_loop(source: StateSource) -> str:
+    return f"{source.label} was saved with other settings of plan.sync"
