@@ -79,6 +79,18 @@ def test_hidden_messages_say_nothing_of_the_links() -> None:
     assert Calibration.fit(facts, picked, slower).messages == 1.0
 
 
+@pytest.mark.parametrize("waits_s", [-0.06, 0.06])
+def test_waits_that_small_messages_cannot_have_say_nothing_of_bytes(waits_s: float) -> None:
+    """A step that ends with a long decoding, of which the clock shows less: no link is eight times as fast."""
+    facts, picked = step(wire_s=1e-4), (2,) * COUNT
+    slow = Calibration(encode=15.0).applied(facts)
+    told = StepTimes.forecast(slow, picked)
+    found = Calibration.fit(slow, picked, replace(told, exposed_s=told.exposed_s + waits_s))
+    assert told.exposed_s > 0.06
+    assert found.messages == 1.0
+    assert found.late_s >= 0.0, "their latency is a thousandth of what is missing"
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_late_messages_of_few_bytes_say_nothing_of_many(seed: int) -> None:
     """Messages arrive 15 ms later: what an all-reduce of 80 times the bytes takes stays about what it was."""

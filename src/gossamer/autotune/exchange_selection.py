@@ -21,6 +21,7 @@ from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.step_remainder import StepRemainder
 from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
+from gossamer.comm import slow_start
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -113,6 +114,8 @@ class ExchangeSelector:
             decision = self._tried()
             self._keep_owed(owed)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
+            if pauses := slow_start.told(self.pump.channel, links):
+                self.tell(f"links: {pauses}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
         elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):

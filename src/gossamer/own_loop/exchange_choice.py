@@ -26,6 +26,7 @@ from torch import Tensor
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
 from gossamer.autotune.message_price import message_price
+from gossamer.comm import slow_start
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe
@@ -188,8 +189,11 @@ class PassProfile:
         decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES, permission="lossy=True")
         link = links.levels["all"]
         said = f"{decision.reason} (links: {link.show()})"
+        pauses = slow_start.told(pump.channel, links)
         if pump.channel.rank == 0:
             _log.warning("exchange: %s", said)
+            if pauses:
+                _log.warning("links: %s", pauses)
         return ExchangeChoice(decision.written, decision.buckets, decision.turns)
 
 

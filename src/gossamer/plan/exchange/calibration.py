@@ -139,12 +139,14 @@ def _within(measured: float, expected: float) -> float:
 def _nearest(step_s: Callable[[float], float], wanted_s: float) -> float:
     """Return the argument of -1 to 1 nearest to 0 with which `step_s`, which grows with it, comes to `wanted_s`.
 
-    The limit on that side where none does.
+    Where none does, that with which it comes as near as the limit on that side: 0 where the argument changes nothing.
     """
     here = step_s(0.0)
+    sign = 1 if here < wanted_s else -1
+    limit_s = step_s(float(sign))
+    wanted_s = min(wanted_s, limit_s) if sign > 0 else max(wanted_s, limit_s)
     if abs(here - wanted_s) <= _ENOUGH * wanted_s:
         return 0.0
-    sign = 1 if here < wanted_s else -1
     near, far = 0.0, 1.0  # not enough, and enough
     for _ in range(_HALVINGS):
         middle = (near + far) / 2

@@ -1,0 +1,59 @@
+"""What a pause costs on a link: after one, TCP begins slowly again, as Linux does by default.
+
+A connection that sends nothing for longer than its retransmission timeout (0.2 s and a round trip) loses its window
+(RFC 5681, section 4.1) and doubles it in every round trip from ten segments on. A step pauses that long while it
+computes its forward pass. Linux has a switch for it, which only root can turn, so Gossamer says what it would gain.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from gossamer.comm.channel import Channel, gathered
+from gossamer.spec.network import Network
+
+SWITCH = "net.ipv4.tcp_slow_start_after_idle"
+_SETTINGS = Path("/proc/sys")
+_FIRST_BYTES = 10 * 1448  # of a window: ten segments (RFC 6928)
+_PACED = "bbr"  # paces what it sends by what the path has carried, and begins as it ended
+_WORTH_TELLING_S = 0.02
+
+
+def begins_slowly(settings: Path = _SETTINGS) -> bool:
+    """Return whether TCP on this host begins slowly after a pause; False where the host does not say."""
+    return _said(settings, SWITCH) == "1" and not _said(settings, "net.ipv4.tcp_congestion_control").startswith(_PACED)
+
+
+def restart_s(round_trip_s: float, bytes_per_s: float) -> float:
+    """Return what a message of many bytes takes longer after a pause.
+
+    A window that fills the link holds w times the first one. It is reached after log2 w round trips, in which the link
+    has carried w - 1 first windows, 1 - 1 / w of a round trip.
+    """
+    times = bytes_per_s * round_trip_s / _FIRST_BYTES
+    return round_trip_s * (math.log2(times) - 1 + 1 / times) if times > 1 else 0.0
+
+
+def told(channel: Channel, links: Network) -> str:
+    """Return what pauses cost, and what to do, where they cost at least 20 ms; "" elsewhere.
+
+    The same on all ranks, which call it together.
+    """
+    lost_s = max(restart_s(2 * link.latency_s, link.bytes_per_s) for link in links.levels.values())
+    slow = gathered(channel, [float(begins_slowly())])[:, 0].tolist()
+    ranks = [rank for rank, is_slow in zip(channel.levels.everyone, slow, strict=True) if is_slow]
+    if not ranks or lost_s < _WORTH_TELLING_S:
+        return ""
+    where = "every host" if len(ranks) == len(slow) else f"the hosts of ranks {ranks}"
+    return (
+        f"after each pause of a step's computing TCP sends slowly again: its first messages take up to {lost_s:.2f} s "
+        f"longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
+    )
+
+
+def _said(settings: Path, switch: str) -> str:
+    try:
+        return settings.joinpath(*switch.split(".")).read_text(encoding="utf-8").strip()
+    except OSError:  # another system, or a container that hides it
+        return ""
