@@ -106,12 +106,23 @@ def test_every_level_has_its_own_latency_and_bandwidth(on, ranks: int) -> None:
     assert found[0].levels["all"].latency_s == pytest.approx(2e-2), "messages between all wait for the line"
     hops = {level: link.hop_s for level, link in found[0].levels.items()}
     assert hops == pytest.approx({"island": 1.5e-4, "between": 4e-2, "all": 4e-2})
+    assert between.alone_bytes_per_s == pytest.approx(5e6), "each of these ranks has a way of its own"
 
 
 def test_a_hop_takes_a_round_trip_at_most(on) -> None:
     """What it takes longer is busy processors'."""
     busy = Link(latency_s=1e-3, bytes_per_s=1e7, hop_s=9e-3)
     assert [one.levels["all"].hop_s for one in on(2, Links(lambda a, b: busy), probe)] == pytest.approx([2e-3] * 2)
+
+
+@pytest.mark.parametrize("near", [8, 4])
+def test_a_hop_of_all_is_that_of_the_farthest(on, near: int) -> None:
+    """Two sites whose islands nobody asks for, and one far rank on a link as fast: most neighbors are near."""
+    far = Link(latency_s=2e-2, bytes_per_s=1e9, hop_s=4e-2)
+    ranks, links = (16, Links(sites(8))) if near == 8 else (5, Links(lambda a, b: FAST if max(a, b) < near else far))
+    found = on(ranks, links, lambda channel: probe(channel, seeks_islands=False))
+    assert all(one == found[0] for one in found)
+    assert found[0].levels["all"].hop_s == pytest.approx(4e-2)
 
 
 @pytest.mark.parametrize(("ranks", "known"), [(20, False), pytest.param(36, True, marks=pytest.mark.nightly)])

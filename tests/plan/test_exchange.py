@@ -9,9 +9,12 @@ from importlib import import_module
 from itertools import combinations_with_replacement, product
 
 import pytest
+import torch
 
 from gossamer import exchange as exchange_methods
+from gossamer.comm.bucket import Layout
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.comm.meter import hop_count
 from gossamer.plan.exchange import (
     CANDIDATES,
     BucketMeasurements,
@@ -22,6 +25,7 @@ from gossamer.plan.exchange import (
     across_islands,
     choose,
     cost_of_step,
+    priced,
     step_search,
     tasks_of_step,
     waited_for,
@@ -271,6 +275,37 @@ def test_the_rank_that_sends_most_is_waited_for() -> None:
     traffic = {r: (Traffic(Collective.SHUFFLE, sum(n), 1, splits=n, arriving=(0, 0, 0)),) for r, n in sent.items()}
     seconds, most = wire_seconds(traffic, ProcessGroups.flat(3), links)
     assert seconds == pytest.approx(3.0) and most == 3_000_000
+
+
+@pytest.mark.parametrize(("alone", "seconds"), [(4e6, (2.0, 2.0)), (1e6, (8.0, 2.0)), (0.0, (8.0, 2.0))])
+def test_a_rank_alone_has_the_way_that_its_island_shares(alone: float, seconds: tuple[float, float]) -> None:
+    """Four ranks of a host with one uplink for all, and with an uplink each: one of them sends all, or each a part."""
+    between = Link(latency_s=0.0, bytes_per_s=1e6, alone_bytes_per_s=alone)
+    near = Link(latency_s=0.0, bytes_per_s=1e15)
+    islands = ((0, 1, 2, 3), (4, 5, 6, 7))
+    links = Network(islands=islands, levels={"all": between, "island": near, "between": between})
+    levels, found = ProcessGroups.islands(islands), []
+    for entries in (1, 4):
+        layout = Layout.of({f"w{i}": torch.empty(2_000_000 // entries, device="meta") for i in range(entries)})
+        exchange = exchange_methods.build({"hierarchical": {"inter": {"two_shot": {"codec": "float32"}}}})
+        found.append(wire_seconds({r: exchange.traffic(layout, levels, r) for r in range(8)}, levels, links)[0])
+    assert found == pytest.approx(seconds, rel=1e-4)
+
+
+def test_of_a_bucket_with_one_owner_its_messages_are_priced() -> None:
+    """All other ranks of its island send nothing, those that are numbered first as well."""
+    islands = ((0, 1, 2), (3, 4, 5))
+    levels = ProcessGroups.islands(islands)
+    far = Link(latency_s=0.01, bytes_per_s=1e6)
+    links = Network(islands=islands, levels={"all": far, "island": far, "between": far})
+    exchange = exchange_methods.build({"hierarchical": {"inter": {"powersgd": {"rank": 2}}}})
+    layout = Layout.of({"w": torch.empty(64, 32, device="meta")})
+    sent = {r: exchange.traffic(layout, levels, r) for r in range(6)}
+    owner = max(sent, key=lambda r: sum(t.nbytes for t in sent[r] if t.level == "between"))
+    assert owner != 0
+    messages, _ = priced(sent, levels, links)
+    hops = [hop_count(t.combine, 2) for t in sent[owner] if t.level == "between"]
+    assert [m.hops for m, t in zip(messages, sent[owner], strict=True) if t.level == "between"] == hops
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda c: c.said)

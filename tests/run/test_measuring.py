@@ -22,7 +22,15 @@ from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
-from gossamer.plan.exchange import CANDIDATES, Decision, MessagePrice, StepMeasurements, choose, priced
+from gossamer.plan.exchange import (
+    CANDIDATES,
+    Decision,
+    MessagePrice,
+    StepMeasurements,
+    across_islands,
+    choose,
+    priced,
+)
 from gossamer.policy import AdaptChoices
 from gossamer.recipe import ParameterRules
 from gossamer.run.profile_step import StepProfile
@@ -229,6 +237,27 @@ def test_with_sharded_states_what_is_priced_is_what_is_sent(monkeypatch: pytest.
             served += 1
     whole = sum(p.nbytes for p in params.values())
     assert served > 5 and sum(m.busy_s for m in bucket.option(0).messages) * 2e6 == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_of_large_islands_the_one_owner_of_a_bucket_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is a bucket of its own lies with one rank in the middle of its island."""
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
+    islands = (tuple(range(20)), tuple(range(20, 40)))
+    levels, params = ProcessGroups.islands(islands), {"a": torch.empty(512, 256)}
+    rehearsal = StepProfile(0.3, 0.2, {"a": 0.2}, {"a": torch.randn(512, 256)})
+    candidates = [one for one in across_islands(CANDIDATES) if "hierarchical" in str(one.written)][:2]
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, levels))
+    measured = ExchangeProfile.by(rehearsal, params, candidates, pump, knows=True)
+    link = Link(latency_s=1e-3, bytes_per_s=2e6)
+    links = Network(islands=islands, levels=dict.fromkeys(("all", "island", "between"), link))
+    (bucket,) = measured.facts(links, candidates, 1 << 28)[-1].buckets
+    where = Layout.of({n: params[n] for n in bucket.names})
+    for candidate, option in zip(candidates, bucket.options, strict=True):
+        exchange = exchange_methods.build(candidate.written)
+        by_rank = {rank: tuple(exchange.expected_traffic(where, levels, rank, 1.0)) for rank in range(40)}
+        assert option is not None
+        assert option.messages == priced(by_rank, levels, links, MessagePrice())[0], candidate.said
+        assert sum(m.busy_s for m in option.messages) > 0.01
 
 
 def test_a_gradient_that_is_most_of_the_model_may_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from gossamer.spec import records
 from gossamer.spec.cost import Cost
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import MeshSizes, Plan
+from gossamer.sync._step_gathers import StepGathers
 from model.tiny import LLAMA
 
 ADAMW = optimizer.build({"adamw": {"lr": 1e-3}})
@@ -123,6 +124,16 @@ def test_ranks_agree_in_a_hop_before_they_update() -> None:
     assert (cost.compute_s, cost.sent_bytes) == (2.0, (7, 7))
 
 
+def test_many_ranks_agree_in_as_many_hops_as_a_gather_has() -> None:
+    """Over a ring, as messages are counted."""
+    links = Network(islands=((0, 1, 2, 3, 4),), levels={"all": Link(latency_s=0.25, bytes_per_s=1e6, hop_s=0.5)})
+    each = {"batch_fractions": (1.0,) * 5, "rows": (1,) * 5, "microbatches": (1,) * 5}
+    methods = PlanMethods.of(Plan(mesh=MeshSizes(replica=5), exchange="dense", **each))
+    one, basis = remainder("none"), SimpleNamespace(links=links, price=MessagePrice())
+    cost = one.added(Cost(step_s=3.0, compute_s=2.0), methods, basis, ProcessGroups.flat(5))  # type: ignore[arg-type]
+    assert cost.update_s == one.update_s + 4 * 0.5
+
+
 def test_an_update_that_is_not_known_is_none() -> None:
     assert remainder("none", None).update_s == 0
 
@@ -151,4 +162,28 @@ def test_a_step_does_not_count_as_computing_what_it_waits_for_in_the_midst_of_it
     steps = [one for one in done.run.records() if isinstance(one, records.Step)]
     assert len(steps) == 3
     for one in steps:
+        assert one.exposed_s > 0.1 and one.compute_s + one.exposed_s <= one.step_s
+
+
+def test_a_step_does_not_count_as_computing_what_its_hooks_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that is full in the midst of a backward pass waits for the weights of a late rank."""
+    weights = StepGathers.weights
+
+    def late(self: StepGathers) -> Tensor:
+        if self._weights is None:
+            self._timing.timed_wait(lambda: time.sleep(0.1))
+        return weights(self)
+
+    monkeypatch.setattr(StepGathers, "weights", late)
+    done = gossamer.train(
+        {"hf": "llama", "config": LLAMA},
+        [{"input_ids": torch.arange(16) % 50, "labels": torch.arange(16) % 50}] * 16,
+        {
+            "train": {"batch": 4, "steps": 3, "evaluate_every": 0, "checkpoint_every": 0},
+            "run": {"directory": str(tmp_path), "display": "quiet"},
+        },
+    )
+    for one in [one for one in done.run.records() if isinstance(one, records.Step)]:
         assert one.exposed_s > 0.1 and one.compute_s + one.exposed_s <= one.step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -187,6 +188,26 @@ def votes(seat: Seat, *, poison: int, where: str) -> list[dict]:
         if step == 0:
             module.mix.weight._backward_hooks = None
     replica.close()
+    pump.close()
+    channel.close()
+    return found
+
+
+def late_vote(seat: Seat, *, late_s: float) -> list[float]:
+    """Rank 1 votes `late_s` later than it has its mean: what every rank waited, for the vote and for all else."""
+    module = Branchy()
+    channel = group(seat)
+    pump = CommThread(channel)
+    replica = GradientReducer(params_of(module), exchange_methods.build("dense"), pump, bucket_bytes=1 << 20)
+    replica.timing.begin()
+    replica.open(StepContext(0, 0, 1.0, 1.0))
+    replica.reduce()
+    reduced_s = replica.timing.exposed_s
+    time.sleep(late_s * seat.rank)
+    replica.agree(StepVote(0.0))
+    found = [reduced_s, replica.timing.exposed_s, replica.timing.agreed_s, replica.timing.exchanged_s]
+    replica.timing.begin()
+    found += [replica.timing.exposed_s, replica.timing.agreed_s]
     pump.close()
     channel.close()
     return found

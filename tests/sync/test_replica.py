@@ -57,6 +57,13 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(pool, where: str) -> Non
     assert first["ask"] == 2, "the largest request of all ranks"
 
 
+def test_the_wait_for_the_vote_is_no_wait_for_an_exchange(pool) -> None:
+    reduced_s, exposed_s, agreed_s, exchanged_s, *anew = pool.run("sync.jobs:late_vote", 2, late_s=0.3)[0]
+    assert agreed_s > 0.2, "the other rank slept that long"
+    assert exchanged_s == pytest.approx(reduced_s) and exposed_s == pytest.approx(exchanged_s + agreed_s)
+    assert anew == [0.0, 0.0]
+
+
 def test_ranks_at_different_steps_find_out(pool) -> None:
     for said in pool.run("sync.jobs:out_of_step", 2):
         kind, _, text = said.partition(": ")

@@ -428,10 +428,14 @@ def _on_wire(
 def _traffic(
     exchange: Exchange, where: Layout, levels: ProcessGroups, occupied: float = 1.0
 ) -> dict[int, tuple[Traffic, ...]]:
-    """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones."""
+    """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones.
+
+    Of ranks in islands those of the smallest one too: any of them may be the only one that owns a part of the bucket.
+    """
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
-    asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
+    some = sorted({*everyone[:half], *everyone[-half:], *levels.smallest_island})
+    asked = everyone if len(everyone) <= _SAMPLED_RANKS else some
     return {r: exchange.expected_traffic(where, levels, r, occupied) for r in asked}
 
 

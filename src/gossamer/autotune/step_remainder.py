@@ -10,7 +10,8 @@ from torch import Tensor
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.update_time import update_seconds
 from gossamer.comm.channel import Channel, gathered
-from gossamer.comm.message import ProcessGroups
+from gossamer.comm.message import Collective, ProcessGroups
+from gossamer.comm.meter import hop_count
 from gossamer.optimizer import Optimizer
 from gossamer.plan import gather_wait_seconds
 from gossamer.recipe import PlanMethods
@@ -48,7 +49,7 @@ class StepRemainder:
         return StepRemainder(shapes, float(gathered(channel, [mine]).max()), walk)
 
     def added(self, cost: Cost, methods: PlanMethods, basis: ChoiceBasis, levels: ProcessGroups) -> Cost:
-        """Return a step's `cost` with its seconds: of the update, with the hop in which ranks agree, and of waiting.
+        """Return a step's `cost` with its seconds: of the update, with the hops in which ranks agree, and of waiting.
 
         `methods`: the plan's, for the step's buckets and sharding; `basis`: what its exchanges were chosen by.
         """
@@ -56,6 +57,7 @@ class StepRemainder:
         waited_s = gather_wait_seconds(
             methods, shapes, levels, links, price=basis.price, compute_s=cost.compute_s, walk=self.walk
         )
-        update_s = self.update_s + (0.0 if levels.is_alone else links.levels["all"].hop_s)
+        hops = 0 if levels.is_alone else hop_count(Collective.GATHER, len(levels.everyone))
+        update_s = self.update_s + hops * links.levels["all"].hop_s
         times = {"exposed_s": cost.exposed_s + waited_s, "update_s": update_s}
         return cost.model_copy(update={**times, "step_s": cost.step_s + waited_s + update_s})

@@ -161,11 +161,11 @@ class TrialSteps:
 
     def _row(self, gradients: Gradients, task: Task) -> tuple[float, float, float]:
         replica, before_s = gradients.replica, self.pump.encoded_s
-        replica.timing.exposed_s = 0.0
+        replica.timing.begin()
         replica.begin(task.window)
         work = gradients.attempt(task)
         if replica.agree(StepVote(work.loss())).finite:
             replica.commit()  # what an exchange keeps is kept for the next of these steps, as in training
         else:
             replica.reject()
-        return work.compute_s, replica.timing.exposed_s, self.pump.encoded_s - before_s
+        return work.compute_s, replica.timing.exchanged_s, self.pump.encoded_s - before_s

@@ -58,9 +58,7 @@ def probe(
         return Network(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
     machines = _checked(hosts, everyone) or tuple((rank,) for rank in everyone)
     survey = _Survey(channel)
-    latency_s = _ring_latency_s(channel)
-    overall = pattern_reading(channel, _to_others(channel), level="all")
-    levels = {"all": _link(latency_s, overall)}
+    levels = {"all": _link(_ring_latencies(channel), pattern_reading(channel, _to_others(channel), level="all"))}
     if not seeks_islands or len(everyone) < (2 if ways else 3):
         return Network(islands=(everyone,), levels=levels)
     is_small = len(everyone) <= PAIRS
@@ -69,7 +67,8 @@ def probe(
         islands = (everyone,)
     else:
         levels = survey.levels(islands, levels["all"])
-    out, into = ways_of(survey.rates(), islands, slowest=overall.bytes_per_s) if is_small else ({}, {})
+    slowest = levels["all"].bytes_per_s
+    out, into = ways_of(survey.rates(), islands, slowest=slowest) if is_small else ({}, {})
     uplinks, downlinks = (
         {rank: levels["all"].model_copy(update={"bytes_per_s": rate, "spread": 0.0}) for rank, rate in found.items()}
         for found in (out, into)
@@ -89,7 +88,7 @@ def neighbors(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]
             pairs = [(i, (i + shift) % len(ranks)) for i in senders]
             latency_s = latencies(channel, pairs, repeats=_RING_TRIPS, level="neighbors")
             for (a, b), reading in pair_readings(channel, pairs, latency_s, level="neighbors").items():
-                found[f"{ranks[a]}>{ranks[b]}"] = _link(latency_s[a, b], reading)
+                found[f"{ranks[a]}>{ranks[b]}"] = _link([latency_s[a, b]], reading)
     return found
 
 
@@ -148,25 +147,27 @@ class _Survey:
         home = {rank: number for number, island in enumerate(islands) for rank in island}
         is_near = {pair: home[pair[0]] == home[pair[1]] for pair in self.latency_s}
         near, far = ([s for pair, s in self.latency_s.items() if is_near[pair] is same] for same in (True, False))
-        steady = {"island": median(near), "between": median(far)}
-        patterns = {"island": _inside(self.channel, islands), "between": _across(self.channel, islands)}
+        patterns = {"island": (near, _inside(self.channel, islands)), "between": (far, _across(self.channel, islands))}
         found = {
-            level: _link(steady[level], pattern_reading(self.channel, pattern, level=level))
-            for level, pattern in patterns.items()
+            level: _link(latencies_s, pattern_reading(self.channel, pattern, level=level))
+            for level, (latencies_s, pattern) in patterns.items()
         }
-        longest_s = max(overall.latency_s, steady["between"])
+        if min(map(len, islands)) > 1:
+            alone = pattern_reading(self.channel, _across(self.channel, islands, owners=1), level="between")
+            found["between"] = found["between"].model_copy(update={"alone_bytes_per_s": alone.bytes_per_s})
+        longest_s = max(overall.latency_s, found["between"].latency_s)
         hop_s = max(overall.hop_s, found["between"].hop_s)
         return {"all": overall.model_copy(update={"latency_s": longest_s, "hop_s": hop_s}), **found}
 
 
-def _ring_latency_s(channel: Channel) -> float:
-    """Return the median one-way seconds of a small message between neighbors on the ring of all ranks."""
+def _ring_latencies(channel: Channel) -> list[float]:
+    """Return the one-way seconds of a small message between any two neighbors on the ring of all ranks."""
     ranks = len(channel.levels.everyone)
     found = dict[Pair, float]()
     for senders in turns(ranks, 1):
         pairs = [(i, (i + 1) % ranks) for i in senders]
         found |= latencies(channel, pairs, repeats=_RING_TRIPS, level="all")
-    return median(found.values())
+    return list(found.values())
 
 
 def _to_others(channel: Channel) -> Pattern:
@@ -184,10 +185,13 @@ def _inside(channel: Channel, islands: Groups) -> Pattern:
     return _next_of(channel, mine)
 
 
-def _across(channel: Channel, islands: Groups) -> Pattern:
-    """Return the pattern in which the k-th rank of every island sends to the k-th of the next, where all have one."""
+def _across(channel: Channel, islands: Groups, owners: int | None = None) -> Pattern:
+    """Return the pattern in which the k-th rank of every island sends to the k-th of the next, where all have one.
+
+    `owners`: so many ranks of an island send, the first ones.
+    """
     place = next(island.index(channel.rank) for island in islands if channel.rank in island)
-    if place >= min(map(len, islands)):
+    if place >= (min(map(len, islands)) if owners is None else owners):
         return Pattern((), ())
     return _next_of(channel, [island[place] for island in islands])
 
@@ -198,9 +202,12 @@ def _next_of(channel: Channel, ring: Sequence[int]) -> Pattern:
     return Pattern((after,), (before,)) if len(ring) > 1 else Pattern((), ())
 
 
-def _link(latency_s: float, reading: Reading) -> Link:
-    # At most a round trip: beyond, busy processors took it, and what messages take of those is measured by itself.
-    hop_s = min(max(latency_s, reading.hop_s), 2 * latency_s)
+def _link(latencies_s: Sequence[float], reading: Reading) -> Link:
+    """Return the link of a level whose pairs have these latencies."""
+    latency_s = median(latencies_s)
+    # At most a round trip of the farthest pair, which all others wait for: beyond, busy processors took it, and what
+    # messages take of those is measured by itself.
+    hop_s = min(max(latency_s, reading.hop_s), 2 * max(latencies_s))
     return Link(latency_s=latency_s, bytes_per_s=reading.bytes_per_s, spread=reading.spread, hop_s=hop_s)
 
 

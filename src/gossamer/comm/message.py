@@ -91,6 +91,11 @@ class ProcessGroups:
         return self.group("island", rank)[: min(len(g) for g in self.groups["island"] if g[0] in everyone)]
 
     @property
+    def smallest_island(self) -> tuple[int, ...]:
+        """The ranks of the smallest island, none where there are no islands: what they own stands for all islands."""
+        return min(self.groups.get("island", ((),)), key=len)
+
+    @property
     def whole(self) -> str:
         """The level whose one group holds every rank."""
         return "world" if "world" in self.groups else "all"

@@ -46,7 +46,7 @@ class StepAttempts:
         together, level = self.stages.pipeline.together, self.outer.sync.level(step)
         mine, scale = sum(weights.values()), self.scaling.factor
         window = StepContext(step, goal.seed, self._factor(step, goal), mine, scale, together, level)
-        self.replica.timing.exposed_s = 0.0
+        self.replica.timing.begin()
         self.replica.begin(window)
         task = Task(window=window, pieces=pieces, weights=weights)
         attempt = self.descent.attempt(task)

@@ -223,7 +223,7 @@ class Trainer:
 
     def _replan(self, compute_s: float) -> None:
         """Change the exchanges between two steps, if the planner has other ones."""
-        changed = self.around.replan(self.progress.step, compute_s, self.replica.timing.exposed_s)
+        changed = self.around.replan(self.progress.step, compute_s, self.replica.timing.exchanged_s)
         if changed is None:
             return
         path = self.states.deal.path

@@ -6,6 +6,7 @@ A link probe measures them. Pairs of ranks have no entries, so the size stays li
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
@@ -27,6 +28,10 @@ def _rate(value: float) -> float:
     return value
 
 
+def _rate_or_none(value: float) -> float:
+    return _rate(value) if value else value
+
+
 def _fraction(value: float) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"wanted a finite spread of 0 or more, got {value:g}: measure the link again")
@@ -37,8 +42,9 @@ class Link(BaseModel):
     """One direction of a link between ranks: its latency and bandwidth for payload while all ranks send.
 
     `hop_s`: of small messages that ranks send each other at the same time, as in each hop of an exchange. Over gloo it
-    is twice the latency, as a rank sends only what its peer has asked for. Every number is finite, the bandwidth above
-    0; others raise pydantic's ValidationError.
+    is twice the latency, as a rank sends only what its peer has asked for. `alone_bytes_per_s`: of a rank while the
+    others of its island send nothing, more than `bytes_per_s` where they share the way out of the island; 0: not
+    measured. Every number is finite, the bandwidth above 0; others raise pydantic's ValidationError.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +53,7 @@ class Link(BaseModel):
     bytes_per_s: Annotated[float, AfterValidator(_rate)]  # that one rank can send and receive
     spread: Annotated[float, AfterValidator(_fraction)] = 0.0  # by what fraction the slowest reading took longer
     hop_s: Annotated[float, AfterValidator(_seconds)] = 0.0  # small messages there and back; not given: latency_s
+    alone_bytes_per_s: Annotated[float, AfterValidator(_rate_or_none)] = 0.0
 
     @model_validator(mode="before")
     @classmethod
@@ -57,6 +64,14 @@ class Link(BaseModel):
     def seconds(self, nbytes: float, hops: int = 1) -> float:
         """Return the seconds that `nbytes` bytes take in `hops` hops of an exchange, one after the other."""
         return hops * self.hop_s + nbytes / self.bytes_per_s
+
+    def shared_seconds(self, each: Sequence[float]) -> float:
+        """Return the seconds in which the ranks of an island, all of them, send these bytes to other islands.
+
+        Where they share the way out, a rank that sends nothing leaves its part of it to the others.
+        """
+        alone = max(self.bytes_per_s, self.alone_bytes_per_s)
+        return max(max(each) / alone, sum(each) / (len(each) * self.bytes_per_s))
 
     def show(self) -> str:
         """Return the link as text: "100 Mbit/s, 1.2 ms"; with the spread of its readings if that is large."""

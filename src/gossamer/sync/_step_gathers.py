@@ -80,7 +80,9 @@ class StepGathers:
         """
         row = row_of(self.window.step, vote, float(self.weights()[self.rank]), report)
         mine, more = torch.tensor(row, dtype=torch.float64), [] if vote.beside is None else [vote.beside]
+        before_s = self._timing.exposed_s
         votes, *beside = self._timing.timed_wait(lambda: self._gathered([mine, *more], self._voting))  # (voters, 5)
+        self._timing.agreed_s += self._timing.exposed_s - before_s
         voters, groups = self.levels.everyone, self.levels.groups["all"]  # each group has one mean: a part of the model
         if self.window.level != "all":  # or a model of its own
             voters = self.levels.group(self.window.level, self.rank)

@@ -12,7 +12,7 @@ from gossamer.spec.errors import bad_input
 from gossamer.spec.network import Network
 from gossamer.spec.units import show_seconds
 
-_NEAR = "island"  # the level whose messages do not cross the links between islands
+_NEAR, _BETWEEN = "island", "between"  # levels whose messages do not cross the links between islands, and which do
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,20 +163,24 @@ def priced(
 ) -> tuple[tuple[PricedMessage, ...], int]:
     """Return the prices of an exchange's messages, and the bytes of the rank that sends most.
 
-    `per_rank`: the messages of every rank, or of some that send or receive as much as any. All ranks send at the same
-    time; the rank that sends or receives most counts. `price`: what a message takes of a rank's processors.
+    `per_rank`: the messages of every rank, or of some that send or receive as much as any and of all of the smallest
+    island. All ranks send at the same time; the rank that sends or receives most counts, between islands with what the
+    others of its island leave it of the way out. `price`: what a message takes of a rank's processors.
     """
     found, rounds = list[PricedMessage](), len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
     for turn in range(rounds):
         moved = {rank: _moved(traffic[turn], levels, rank) for rank, traffic in per_rank.items()}
-        one = next(iter(per_rank.values()))[turn]
-        most = max(max(sent, arriving) for sent, arriving in moved.values())
+        larger = {rank: max(ways) for rank, ways in moved.items()}
+        busiest = max(larger, key=larger.__getitem__)
+        one, most = per_rank[busiest][turn], larger[busiest]  # a rank that has nothing to send may send it in its way
         link = links.levels.get(one.level) or links.levels["all"]
+        island = levels.smallest_island if one.level == _BETWEEN else ()
+        busy_s = link.shared_seconds([larger[r] for r in island]) if island else most / link.bytes_per_s
         ranks = max(len(group) for group in levels.groups[one.level])
         latency_s, where = link.hop_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
         hops = hop_count(one.combine, ranks)
-        found.append(PricedMessage(most / link.bytes_per_s, latency_s, where, hops, price.of(most, hops)))
+        found.append(PricedMessage(busy_s, latency_s, where, hops, price.of(most, hops)))
         total = {rank: total[rank] + moved[rank][0] for rank in total}
     return tuple(found), max(total.values())
 
