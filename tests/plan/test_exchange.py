@@ -32,7 +32,7 @@ from gossamer.plan.exchange import (
     wire_seconds,
 )
 from gossamer.plan.exchange.send_order import Job
-from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates
+from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates, search
 from gossamer.recipe import ParameterRules
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -275,6 +275,21 @@ def test_the_rank_that_sends_most_is_waited_for() -> None:
     traffic = {r: (Traffic(Collective.SHUFFLE, sum(n), 1, splits=n, arriving=(0, 0, 0)),) for r, n in sent.items()}
     seconds, most = wire_seconds(traffic, ProcessGroups.flat(3), links)
     assert seconds == pytest.approx(3.0) and most == 3_000_000
+
+
+def test_rows_in_use_are_sent_beside_the_best_of_the_others() -> None:
+    """The candidate that serves them alone comes before the one that is best for all other buckets, and after one that
+    is worse than any.
+    """
+
+    def option(wire_s: float) -> Option:
+        return Option((0.0, 0.0), (PricedMessage(wire_s),), int(1e6 * wire_s), 0.0)
+
+    dense, star, bf16 = option(0.8), option(1.6), option(0.4)
+    table = BucketMeasurements(("table",), 1000, 0.5, 1 / 3, (dense, star, option(0.01), bf16))
+    rest = [BucketMeasurements((f"w{b}",), 1000, 0.2 * b, 1 / 3, (dense, star, None, bf16)) for b in (1, 2)]
+    facts = StepMeasurements((*rest, table), compute_s=0.8, backward_s=0.5, stolen=0.0)
+    assert search([facts], range(4), SingleCandidates()).picked == (3, 3, 2)
 
 
 @pytest.mark.parametrize(("alone", "seconds"), [(4e6, (2.0, 2.0)), (1e6, (8.0, 2.0)), (0.0, (8.0, 2.0))])

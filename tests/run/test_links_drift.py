@@ -181,6 +181,35 @@ def test_links_drift_and_islands_come_and_go(world, found: list[Network], lossy:
     assert any(plan.exchange != plans[0].exchange for plan in plans), "nothing has changed: this proves nothing"
 
 
+def test_islands_stay_known_where_the_exchange_stays(world) -> None:
+    """The channel has their process groups: what is chosen among later is between them."""
+    near = Network(islands=PAIRS.islands, levels=dict.fromkeys(("all", "island", "between"), FAST))
+    exchanger, here = world([FLAT_FAST, near])
+    before = exchanger.settle(automatic=True, hosts=2)
+    look(exchanger, exchanger._watch.every, rate=5.0)
+    assert drift(exchanger, 3 * exchanger._watch.every, rate=1e9) is None
+    assert exchanger.plan.exchange == before.exchange == "dense"
+    assert exchanger.plan.islands == here.kept[-1].islands == PAIRS.islands
+    assert exchanger.pump.channel.levels.groups["island"] == PAIRS.islands
+
+
+def test_windows_are_compared_with_one_of_several_steps(world) -> None:
+    """A run that is resumed shortly before a look has seen a step or two, and not how links usually are."""
+    watch, usual = BandwidthMonitor(active=True), BandwidthWindow(1e6, 1.0, 1.0, 20)
+    short = BandwidthWindow(1e6, 10.0, 0.0, 1)
+    assert not any(watch.drifted(one) for one in (short, usual, usual, usual))
+    assert watch.first == usual
+
+
+def test_what_another_exchange_has_sent_is_not_counted(world) -> None:
+    exchanger, _ = world([FLAT_SLOW])
+    exchanger.settle(automatic=True, hosts=2)
+    watch, meter = exchanger._watch, exchanger.pump.channel.meter
+    watch.sent_bytes, watch.steps_s = meter.total_bytes - 1000, [1.0] * 15
+    assert exchanger.change("star", 7, "adapted", adapted_from="") is not None
+    assert watch.sent_bytes == meter.total_bytes and not watch.steps_s
+
+
 def test_prices_are_of_their_own_candidate(world) -> None:
     """On islands the third column is bf16 between islands, and not what was third where all ranks were one."""
     exchanger, here = world([FLAT_FAST])
@@ -291,10 +320,10 @@ class Trials:
 
 @pytest.mark.parametrize("sharding", ["none", "zero1"])
 def test_a_forecast_is_of_the_whole_step(world, sharding: str) -> None:
-    """Ranks agree on it in a hop after its gradients, and what others have updated is waited for."""
+    """Ranks agree on it in the hops of a gather after its gradients, and what others have updated is waited for."""
     exchanger, here = world([FLAT_SLOW], sharding=sharding)
     told = exchanger.settle(automatic=True, hosts=2).forecast
-    assert told.update_s == SLOW.hop_s
+    assert told.update_s == 3 * SLOW.hop_s
     assert told.step_s == pytest.approx(told.compute_s + told.exposed_s + told.update_s)
     rows_s = sum(p.nbytes for p in here.params.values()) * 3 / 4 / SLOW.bytes_per_s if sharding == "zero1" else 0.0
     alone_s = exchanger._decision.forecast.exposed_s

@@ -10,6 +10,7 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
+_LEAST_STEPS = 10  # of a window that others are compared with
 _DRIFT = 2.0  # factor of change that triggers a new choice
 _LEAST_SHARE = 0.05  # of the time that waits for messages: where it is less, the waiting is noise
 _STEADY = 0.05  # fraction by which windows of the same steps differ in time
@@ -86,9 +87,12 @@ class BandwidthMonitor:
         return min((BandwidthWindow(*row) for row in rows), key=lambda window: window.waited_s)
 
     def drifted(self, window: BandwidthWindow) -> bool:
-        """Return whether two windows running differ alike from the first one, which this call sets if there is none."""
+        """Return whether two windows running differ alike from the first one, which this call sets if there is none.
+
+        That one has ten steps at least: a run may begin, and exchanges may change, shortly before an interval ends.
+        """
         if self.first is None:
-            self.first = window
+            self.first = window if window.steps >= _LEAST_STEPS else None
             return False
         before, self._last = self._last, window.drift_from(self.first)
         return self._last != 0 and self._last == before

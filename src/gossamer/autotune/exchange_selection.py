@@ -315,8 +315,8 @@ class ExchangeSelector:
         if again is not None and again.written == before.exchange:
             self._settle_on(again)
             self.plan = self.plan.model_copy(update=kept)
-        else:
-            self.plan, self._decision = before, in_force
+        else:  # the islands that the links have shown stay known: the channel has their process groups
+            self.plan, self._decision = before.model_copy(update={"islands": self.plan.islands}), in_force
         self._reprice()
         self.keep(self.plan)
         self.tell(f"{why}; the exchange stays: {self.plan.reasons.get('exchange', told(before.exchange))}", step)
@@ -346,6 +346,7 @@ class ExchangeSelector:
         self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})
         self._reprice()
         self._watch.forget()
+        self._watch.skip(self.pump)  # exclude messages of the exchange before
         self._steps.expected = None  # of another exchange nothing is forecast
         self.keep(self.plan)
         self.tell(said, step)

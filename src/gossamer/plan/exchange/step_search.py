@@ -9,7 +9,7 @@ searched on few merged buckets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
@@ -143,7 +143,9 @@ def search(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: Sin
     """
     levels = [usable[: level + 1] for level in range(len(usable))]
     columns = {id(facts): tuple(singles.column(facts, level) for level in levels) for facts in cuts}
-    alone = _within_slack(singles.of(facts, level) for facts in cuts for level in levels)
+    each = (singles.of(facts, level) for facts in cuts for level in levels)
+    overlaid = (one for facts in cuts for one in _overlaid(facts, columns[id(facts)], usable))
+    alone = _within_slack(chain(each, overlaid))
     starts = sorted(alone, key=lambda one: one.step_s)[:_STARTS]
     mixed = [better for one in starts for better in _mixed(one, columns[id(one.facts)])]
     limit_s = (1 + SLACK) * min(one.step_s for one in (*alone, *mixed))
@@ -152,6 +154,18 @@ def search(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: Sin
     # Messages take processor time from the backward pass that no measurement before step 1 finds, so of mixtures that
     # lose alike and are forecast alike, the one of the fewest buckets.
     return min(found, key=lambda one: (one.lost, any(one.picked), len(one.facts.buckets), one.step_s))
+
+
+def _overlaid(facts: StepMeasurements, columns: Sequence[Column], usable: Sequence[int]) -> Iterator[Mixture]:
+    """Yield every column with each exact candidate that serves only some buckets, such as rows of embeddings, on those.
+
+    A level has the next weaker candidate where its own cannot serve, which need not be the best beside it.
+    """
+    for candidate in usable:
+        options = [bucket.options[candidate] for bucket in facts.buckets]
+        served = [one for one in options if one is not None]
+        if 0 < len(served) < len(options) and not any(one.loss for one in served):
+            yield from (Mixture.alone(facts, column.overlaid(facts, candidate)) for column in columns)
 
 
 def fastest_alone(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates) -> Mixture:
@@ -163,7 +177,7 @@ def fastest_alone(cuts: Sequence[StepMeasurements], usable: Sequence[int], singl
     return min(_within_slack(alone), key=lambda one: one.step_s)
 
 
-def _within_slack(mixtures: Iterator[Mixture]) -> list[Mixture]:
+def _within_slack(mixtures: Iterable[Mixture]) -> list[Mixture]:
     """Return the mixtures that are at most the slack longer than the shortest; others are timed as far as needed."""
     found, best_s = list[Mixture](), float("inf")
     by_bound = sorted({id(one): one for one in mixtures}.values(), key=lambda one: one.least_s)
