@@ -26,6 +26,11 @@ from result import publish
 RECORD = Path(__file__).parent.parent / "docs" / "results" / "links.json"
 
 
+def named(model: str, rate: str) -> str:
+    """Return the name of the record; those of GPT-2 and of 100 Mbit/s are not in it."""
+    return "_".join(["links_loss", *([model] * (model != setting.GPT2)), *([rate] * (rate != "100mbit"))])
+
+
 def main() -> None:
     read = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     read.add_argument("--model", choices=list(setting.MODELS), default=setting.GPT2)
@@ -49,7 +54,7 @@ def main() -> None:
     told = ("model", "rate", "hosts", "tokens", "tune_tokens", "lrs", "seeds", "precision")
     settings = {k: getattr(asked, k) for k in told}
     publish(
-        "links_loss" if asked.model == setting.GPT2 else f"links_loss_{asked.model}",
+        named(asked.model, asked.rate),
         {
             "loss_of_dense": round(ratio, 5),
             "target": 1.01,
