@@ -42,16 +42,17 @@ def test_a_link_that_ten_segments_fill_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "latency_s", "said"),
+    ("slow", "latency_s", "compute_s", "said"),
     [
-        ((0, 1), 25e-3, "as root on every host"),
-        ((1,), 25e-3, "as root on the hosts of ranks [1]"),
-        ((), 25e-3, ""),
-        ((0, 1), 1e-4, ""),
+        ((0, 1), 25e-3, 0.6, "as root on every host"),
+        ((1,), 25e-3, 0.6, "as root on the hosts of ranks [1]"),
+        ((), 25e-3, 0.6, ""),
+        ((0, 1), 1e-4, 0.6, ""),
+        ((0, 1), 25e-3, 0.2, ""),
     ],
 )
 def test_all_ranks_tell_the_same(
-    monkeypatch: pytest.MonkeyPatch, slow: tuple[int, ...], latency_s: float, said: str
+    monkeypatch: pytest.MonkeyPatch, slow: tuple[int, ...], latency_s: float, compute_s: float, said: str
 ) -> None:
     links = Network(islands=((0, 1),), levels={"all": Link(latency_s=latency_s, bytes_per_s=7e7)})
     channels = LocalChannel.world(2, patience_s=60.0)
@@ -59,7 +60,7 @@ def test_all_ranks_tell_the_same(
 
     def one(channel: LocalChannel) -> str:
         host.is_slow = channel.rank in slow
-        return told(channel, links)
+        return told(channel, links, compute_s / (1 + channel.rank))
 
     monkeypatch.setattr(slow_start, "begins_slowly", lambda: host.is_slow)
     with ThreadPoolExecutor(2) as pool:

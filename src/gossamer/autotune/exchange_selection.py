@@ -114,7 +114,7 @@ class ExchangeSelector:
             decision = self._tried()
             self._keep_owed(owed)
             self.tell(f"exchange: {self.plan.reasons['exchange']}", 0)
-            if pauses := slow_start.told(self.pump.channel, links):
+            if pauses := slow_start.told(self.pump.channel, links, decision.forecast.compute_s):
                 self.tell(f"links: {pauses}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)

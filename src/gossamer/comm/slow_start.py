@@ -17,6 +17,7 @@ SWITCH = "net.ipv4.tcp_slow_start_after_idle"
 _SETTINGS = Path("/proc/sys")
 _FIRST_BYTES = 10 * 1448  # of a window: ten segments (RFC 6928)
 _PACED = "bbr"  # paces what it sends by what the path has carried, and begins as it ended
+_TIMEOUT_S = 0.2  # of a connection, and a round trip
 _WORTH_TELLING_S = 0.02
 
 
@@ -35,20 +36,23 @@ def restart_s(round_trip_s: float, bytes_per_s: float) -> float:
     return round_trip_s * (math.log2(times) - 1 + 1 / times) if times > 1 else 0.0
 
 
-def told(channel: Channel, links: Network) -> str:
+def told(channel: Channel, links: Network, compute_s: float) -> str:
     """Return what pauses cost, and what to do, where they cost at least 20 ms; "" elsewhere.
 
-    The same on all ranks, which call it together.
+    `compute_s`: what a step computes on this rank, and so the longest that its links may rest. The same on all ranks,
+    which call it together.
     """
-    lost_s = max(restart_s(2 * link.latency_s, link.bytes_per_s) for link in links.levels.values())
-    slow = gathered(channel, [float(begins_slowly())])[:, 0].tolist()
-    ranks = [rank for rank, is_slow in zip(channel.levels.everyone, slow, strict=True) if is_slow]
-    if not ranks or lost_s < _WORTH_TELLING_S:
+    lost_s, trip_s = max(
+        (restart_s(2 * one.latency_s, one.bytes_per_s), 2 * one.latency_s) for one in links.levels.values()
+    )
+    rows = gathered(channel, [float(begins_slowly()), compute_s])
+    ranks = [rank for rank, is_slow in zip(channel.levels.everyone, rows[:, 0].tolist(), strict=True) if is_slow]
+    if not ranks or lost_s < _WORTH_TELLING_S or float(rows[:, 1].max()) < _TIMEOUT_S + trip_s:
         return ""
-    where = "every host" if len(ranks) == len(slow) else f"the hosts of ranks {ranks}"
+    where = "every host" if len(ranks) == len(rows) else f"the hosts of ranks {ranks}"
     return (
-        f"after each pause of a step's computing TCP sends slowly again: its first messages take up to {lost_s:.2f} s "
-        f"longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
+        f"after a pause of more than {_TIMEOUT_S + trip_s:.2f} s, as while a step computes, TCP sends slowly again: the "
+        f"first messages take up to {lost_s:.2f} s longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
     )
 
 

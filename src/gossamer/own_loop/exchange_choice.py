@@ -189,7 +189,7 @@ class PassProfile:
         decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES, permission="lossy=True")
         link = links.levels["all"]
         said = f"{decision.reason} (links: {link.show()})"
-        pauses = slow_start.told(pump.channel, links)
+        pauses = slow_start.told(pump.channel, links, rehearsal.compute_s)
         if pump.channel.rank == 0:
             _log.warning("exchange: %s", said)
             if pauses:
