@@ -51,8 +51,8 @@ def told(channel: Channel, links: Network, compute_s: float) -> str:
         return ""
     where = "every host" if len(ranks) == len(rows) else f"the hosts of ranks {ranks}"
     return (
-        f"after a pause of more than {_TIMEOUT_S + trip_s:.2f} s, as while a step computes, TCP sends slowly again: its "
-        f"first messages take up to {lost_s:.2f} s longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
+        f"after a pause of {_TIMEOUT_S + trip_s:.2f} s TCP sends slowly again: a step's first messages take up to "
+        f"{lost_s:.2f} s longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
     )
 
 
