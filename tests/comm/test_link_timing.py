@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from gossamer.comm import link_probe, link_timing
+from gossamer.comm.channel import gathered
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.link_probe import hosts_of, neighbors, probe
-from gossamer.comm.link_timing import LARGEST_BYTES, PEERS, Pattern, Reading, everyones, pattern_reading, place_of
+from gossamer.comm.link_timing import LARGEST_BYTES, PEERS, Pattern, Reading, pattern_reading, place_of
 from gossamer.spec.errors import BadInput
 from gossamer.spec.network import Link, Network
 
@@ -83,14 +84,14 @@ def sites(size: int) -> Callable[[int, int], Link]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 16, 33])
 def test_every_rank_gets_the_rows_of_all_in_few_messages(on, ranks: int) -> None:
     def gather(channel: LocalChannel) -> tuple[list[list[float]], int]:
-        return everyones(channel, [channel.rank, 0.5]).tolist(), channel.meter.messages
+        return gathered(channel, [channel.rank, 0.5]).tolist(), channel.meter.messages
 
     for rows, messages in on(ranks, None, gather):
         assert rows == [[r, 0.5] for r in range(ranks)] and messages == math.ceil(math.log2(ranks))
 
 
 def test_not_a_number_passes_through_a_gather(on) -> None:
-    rows = on(3, None, lambda channel: everyones(channel, [math.nan if channel.rank == 1 else 1.0])[:, 0].tolist())
+    rows = on(3, None, lambda channel: gathered(channel, [math.nan if channel.rank == 1 else 1.0])[:, 0].tolist())
     assert all(math.isnan(row[1]) and row[0] == row[2] == 1.0 for row in rows)
 
 

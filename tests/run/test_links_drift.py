@@ -323,7 +323,7 @@ def test_a_forecast_is_of_the_whole_step(world, sharding: str) -> None:
     """Ranks agree on it in the hops of a gather after its gradients, and what others have updated is waited for."""
     exchanger, here = world([FLAT_SLOW], sharding=sharding)
     told = exchanger.settle(automatic=True, hosts=2).forecast
-    assert told.update_s == 3 * SLOW.hop_s
+    assert told.update_s == 2 * SLOW.hop_s
     assert told.step_s == pytest.approx(told.compute_s + told.exposed_s + told.update_s)
     rows_s = sum(p.nbytes for p in here.params.values()) * 3 / 4 / SLOW.bytes_per_s if sharding == "zero1" else 0.0
     alone_s = exchanger._decision.forecast.exposed_s

@@ -10,8 +10,8 @@ from torch import Tensor
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.update_time import update_seconds
 from gossamer.comm.channel import Channel, gathered
-from gossamer.comm.message import Collective, ProcessGroups
-from gossamer.comm.meter import hop_count
+from gossamer.comm.message import ProcessGroups
+from gossamer.comm.row_gather import gather_rounds
 from gossamer.optimizer import Optimizer
 from gossamer.plan import gather_wait_seconds
 from gossamer.recipe import PlanMethods
@@ -57,7 +57,6 @@ class StepRemainder:
         waited_s = gather_wait_seconds(
             methods, shapes, levels, links, price=basis.price, compute_s=cost.compute_s, walk=self.walk
         )
-        hops = 0 if levels.is_alone else hop_count(Collective.GATHER, len(levels.everyone))
-        update_s = self.update_s + hops * links.levels["all"].hop_s
+        update_s = self.update_s + gather_rounds(len(levels.everyone)) * links.levels["all"].hop_s
         times = {"exposed_s": cost.exposed_s + waited_s, "update_s": update_s}
         return cost.model_copy(update={**times, "step_s": cost.step_s + waited_s + update_s})

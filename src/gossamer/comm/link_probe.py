@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from gossamer.comm.channel import Channel
+from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.island_search import (
     PAIRS,
     Groups,
@@ -30,7 +30,6 @@ from gossamer.comm.link_timing import (
     Pair,
     Pattern,
     Reading,
-    everyones,
     latencies,
     pair_readings,
     pattern_reading,
@@ -95,7 +94,7 @@ def neighbors(channel: Channel, shifts: Sequence[int] = (1,)) -> dict[str, Link]
 def hosts_of(channel: Channel, host: int) -> Groups:
     """Return the ranks of each host, from the number of the host that each rank is on. All ranks call it together."""
     by_host: dict[int, list[int]] = {}
-    numbers = everyones(channel, [host])[:, 0].tolist()
+    numbers = gathered(channel, [host])[:, 0].tolist()
     for rank, number in zip(channel.levels.everyone, numbers, strict=True):
         by_host.setdefault(int(number), []).append(rank)
     return tuple(tuple(ranks) for _, ranks in sorted(by_host.items()))

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gossamer.comm.channel import Channel
+from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.message import Collective, Message
 from gossamer.spec.errors import bad_input
 from gossamer.spec.network import NOISY_SPREAD
@@ -63,22 +63,6 @@ class Pattern:
     to: tuple[int, ...]
     source: tuple[int, ...]
     shares: int = 1
-
-
-def everyones(channel: Channel, row: Sequence[float]) -> Tensor:
-    """All-gather `row` over all ranks; return (ranks, len(row)) float64. No rank returns before all have called.
-
-    A rank sends ceil(log2 ranks) messages, where the ring of `gathered` has ranks - 1, one after the other: after
-    messages to the ranks 1, 2, 4, ... before it, rank r holds the rows of as many ranks from r on (Bruck et al., IEEE
-    TPDS 8(11), 1997).
-    """
-    ranks, me = len(channel.levels.everyone), place_of(channel)
-    rows = torch.tensor([list(row)], dtype=torch.float64)
-    while (held := rows.shape[0]) < ranks:
-        count = min(held, ranks - held)
-        got = _moved(channel, rows[:count], {(me - held) % ranks: count}, {(me + held) % ranks: count})
-        rows = torch.cat([rows, got])
-    return rows.roll(me, 0)
 
 
 def latencies(channel: Channel, pairs: Sequence[Pair], *, repeats: int, level: str) -> dict[Pair, float]:
@@ -130,7 +114,7 @@ def pattern_reading(channel: Channel, pattern: Pattern, *, level: str) -> Readin
     """
     nbytes, most = _FIRST_BYTES, LARGEST_BYTES // pattern.shares
     nbytes = min(nbytes, most)
-    everyones(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
+    gathered(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
     hop_s = min(slowest(channel, pattern, 1, level) for _ in range(_HOPS))
     while True:
         taken = [slowest(channel, pattern, nbytes, level)]
@@ -174,7 +158,7 @@ def _grown(nbytes: int, done: float, most: int) -> int:
 
 def _agreed(channel: Channel, seconds: float, level: str) -> list[float]:
     """Return the seconds of all ranks. Raises BadInput, on all ranks, for a time that is none."""
-    times: list[float] = everyones(channel, [seconds])[:, 0].tolist()
+    times: list[float] = gathered(channel, [seconds])[:, 0].tolist()
     for rank, taken in zip(channel.levels.everyone, times, strict=True):
         if not (math.isfinite(taken) and taken >= 0):
             raise bad_input(

@@ -52,7 +52,7 @@ def price_of_stages(plan: Plan, staged: Staged, borders: Sequence[Border]) -> Co
     links = by_link(
         levels,
         lambda rank: (
-            *agreement(levels.whole),
+            *agreement(levels, levels.whole, rank),
             *_crossing(methods, staged, borders, levels, rank),
             *_gradients(methods, staged, levels, rank),
         ),

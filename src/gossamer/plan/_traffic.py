@@ -10,6 +10,7 @@ import torch
 from gossamer.comm.bucket import Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.comm.row_gather import traffic_of_rows
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.optimizer import Optimizer
@@ -29,9 +30,11 @@ from gossamer.spec.plan import Plan
 from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, buckets_of, traffic_of_round
 
 
-def agreement(level: str) -> tuple[Traffic, ...]:
-    """Return the all-gathers of a step's votes over the group `level`: every rank's weight before, its vote after."""
-    return (Traffic(Collective.GATHER, 1, 8, level), Traffic(Collective.GATHER, 5, 8, level))
+def agreement(levels: ProcessGroups, level: str, rank: int) -> Iterator[Traffic]:
+    """Yield the gathers of a step's votes over the ranks at `level`: every rank's weight before, its vote after."""
+    for numbers in (1, 5):
+        mine = torch.empty(numbers, dtype=torch.float64, device="meta")
+        yield from traffic_of_rows(mine, levels.group(level, rank), rank, level)
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -58,7 +61,7 @@ def step_bytes(buckets: Buckets, levels: ProcessGroups, *, meets: str = "all") -
     seen = levels if meets == "all" else levels.only(meets)
 
     def sent(rank: int) -> Iterator[Traffic]:
-        yield from agreement(levels.whole if meets == "all" else meets)
+        yield from agreement(levels, levels.whole if meets == "all" else meets, rank)
         for layout, exchange in buckets:
             for one in exchange.traffic(layout, seen, rank):
                 yield one if seen is levels else replace(one, level=meets)
@@ -143,7 +146,7 @@ def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
 
 def probe_bytes(probe: ZerothOrderConfig, levels: ProcessGroups) -> dict[str, int]:
     """Return the payload bytes per link of a zeroth-order step."""
-    return by_link(levels, lambda rank: (*agreement(levels.whole), probe.traffic(levels)))
+    return by_link(levels, lambda rank: (*agreement(levels, levels.whole, rank), probe.traffic(levels)))
 
 
 def by_link(levels: ProcessGroups, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

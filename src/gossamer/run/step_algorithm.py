@@ -106,7 +106,7 @@ class Gradients:
             recomputed=frozenset((a.stage, a.batch) for a in self.pipeline.row if a.op is Op.RECOMPUTE),
             hooks=StepHooks(
                 on_last_backward=self.replica.watch,
-                on_reduce=lambda: self.reduce(window.step),
+                on_reduce=lambda: self._reduce_of(work),
                 moves=lambda: self.at(window.step, "compute"),
             ),
         )
@@ -114,6 +114,11 @@ class Gradients:
         self.at(window.step, "compute")
         execute(self.pipeline.schedule, RankBackend(self.pipeline.rank, work))
         return work
+
+    def _reduce_of(self, work: StepRunner) -> None:
+        """Average the gradients after all backward passes, whose hooks may have waited: that was no computing."""
+        work.compute_s = max(0.0, work.compute_s - self.replica.timing.exposed_s)
+        self.reduce(work.task.window.step)
 
     def reduce(self, step: int) -> None:
         """Average the gradients over the ranks, and sum those of tied weights. All ranks call it once per step."""

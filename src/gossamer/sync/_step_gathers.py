@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from gossamer.comm.comm_thread import CommStep, CommThread
-from gossamer.comm.message import Collective, ExchangeState, Message, Outcome, ProcessGroups
+from gossamer.comm.message import ExchangeState, Message, Outcome, ProcessGroups
+from gossamer.comm.row_gather import gather_rounds, gather_rows
 from gossamer.sync._step_vote import GradientReport, StepAgreement, StepBallot, StepContext, StepVote, row_of
 from gossamer.sync._timing import Timing
 
@@ -35,7 +36,7 @@ class StepGathers:
     def begin(self, window: StepContext) -> None:
         """Start a step: gather every rank's weight without waiting for it."""
         self.window, self._weights = window, None
-        self._weighing = self._pump.begin((1,))
+        self._weighing = self._pump.begin((self._rounds(self._voting),))
         mine = torch.tensor((window.weight,), dtype=torch.float64)
         self._weighing.submit(0, self._gather(mine, self._voting))
 
@@ -113,11 +114,14 @@ class StepGathers:
 
     def _gathered(self, mine: Sequence[Tensor], level: str) -> list[Tensor]:
         """Gather each tensor over the ranks at `level`, all of them at once, and return them stacked."""
-        step = self._pump.begin((1,) * len(mine))
+        step = self._pump.begin((self._rounds(level),) * len(mine))
         for job, tensor in enumerate(mine):
             step.submit(job, self._gather(tensor, level))
         return [step.result(job).mean for job in range(len(mine))]
 
+    def _rounds(self, level: str) -> int:
+        return gather_rounds(len(self.levels.group(level, self.rank)))
+
     def _gather(self, mine: Tensor, level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        (rows,) = yield Message((mine,), Collective.GATHER, level)
+        rows = yield from gather_rows(mine, self.levels.group(level, self.rank), self.rank, level)
         return Outcome(rows, None, ExchangeState())

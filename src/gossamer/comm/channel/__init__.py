@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.comm.message import Collective, Message, Outcome, ProcessGroups, Rounds
+from gossamer.comm.message import Message, Outcome, ProcessGroups, Rounds
 from gossamer.comm.meter import Meter
+from gossamer.comm.row_gather import gather_rows
 
 UNDER_WAY = 8  # messages at a time, at most, that a schedule has on its way: each takes a thread and buffers
 
@@ -55,13 +56,19 @@ class Channel(ABC):
 
 
 def gathered(channel: Channel, row: Sequence[float]) -> Tensor:
-    """All-gather `row` over all ranks; return (ranks, len(row)) float64.
+    """All-gather `row` over all ranks; return (ranks, len(row)) float64. No rank returns before all have called.
 
     All ranks call it, while no step of the communication thread is in flight.
     """
-    mine = torch.tensor(row, dtype=torch.float64)
-    (rows,) = channel.start(Message((mine,), Collective.GATHER, channel.levels.whole)).wait()
-    return rows
+    mine, whole = torch.tensor(row, dtype=torch.float64), channel.levels.whole
+    method = gather_rows(mine, channel.levels.group(whole, channel.rank), channel.rank, whole)
+    try:
+        message = next(method)
+        while True:
+            message = method.send(channel.start(message).wait())
+    except StopIteration as end:
+        rows: Tensor = end.value
+        return rows
 
 
 def carry(channel: Channel, method: Rounds) -> Outcome:
