@@ -20,6 +20,7 @@ _COPIED = ("log", "all logs", "next")  # rows that people copy from: never wrapp
 _PEER_LOST_TEXT = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|socket closed|remote process exited", re.IGNORECASE
 )
+_PEER_LOST_KIND = re.compile(r"|RuntimeError|Dist\w*Error")  # of torch and its backends; "": the kind is unknown
 
 
 class RankFailure(Said):
@@ -54,7 +55,8 @@ class RankFailure(Said):
         if self.by_us or self.exit_code == PEER_LOST or self.kind == "PeerLost":
             return True
         is_exit = self.exit_code > 0 and self.exit_code != BAD_INPUT
-        return is_exit and bool(_PEER_LOST_TEXT.search(self.message))
+        is_torchs = _PEER_LOST_KIND.fullmatch(self.kind) is not None  # else the user's own connection: data, a tracker
+        return is_exit and is_torchs and bool(_PEER_LOST_TEXT.search(self.message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
