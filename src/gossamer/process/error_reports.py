@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from gossamer.process.json_lines import LIMIT_BYTES, Said, read_line, write_line
+from gossamer.process.json_lines import LIMIT_BYTES, Said, as_unicode, read_line, write_line
 from gossamer.process.stack_position import place_of
 from gossamer.spec.errors import BadInput, RunFailed, WireMismatch
 
@@ -45,9 +45,9 @@ def write_error(folder: Path, rank: int, error: BaseException) -> Path:
         rank=rank,
         pid=os.getpid(),
         kind=type(error).__name__[:200],
-        message=_clean(str(error))[:_MESSAGE_CHARACTERS],
-        place=_clean(place)[-_MESSAGE_CHARACTERS:],
-        trace=_clean(trace)[-_TRACE_CHARACTERS:],
+        message=as_unicode(str(error))[:_MESSAGE_CHARACTERS],
+        place=as_unicode(place)[-_MESSAGE_CHARACTERS:],
+        trace=as_unicode(trace)[-_TRACE_CHARACTERS:],
     )
     path = error_path(folder, rank)
     beside = path.with_suffix(f".{os.getpid()}.part")
@@ -64,8 +64,3 @@ def read_error(folder: Path, rank: int, *, pid: int) -> ErrorReport | None:
     except (OSError, WireMismatch):
         return None
     return report if report.pid == pid else None
-
-
-def _clean(text: str) -> str:
-    """Names of files may hold what is no Unicode; JSON may not."""
-    return text.encode("utf-8", "replace").decode()

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gossamer.process.exit_codes import ORPHANED
-from gossamer.process.json_lines import Said, write_line
+from gossamer.process.json_lines import Said, as_unicode, write_line
 from gossamer.process.last_position import LastWord, Position, open_box, write_position, write_word
 from gossamer.process.stack_position import stand
 from gossamer.spec.errors import RunFailed
@@ -134,14 +134,14 @@ class Heartbeat:
         return Beat(
             rank=self.rank,
             step=position.step,
-            phase=position.phase[:200],
-            op=position.op[:200],
+            phase=as_unicode(position.phase)[:200],
+            op=as_unicode(position.op)[:200],
             sequence=position.sequence,
             progress_age_s=time.monotonic() - self._moved_s,
             first_step=self._first_step,
             longest_s=self._longest_s,
             waits=stands.waits,
-            place=stands.place[-200:],
+            place=as_unicode(stands.place)[-200:],
         )
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class HeartbeatServer:
         now_s = self._clock()
         if isinstance(said, HeartbeatHello):
             known = said.rank in self.pulses and said.generation == self._generation
-            if not known or not hmac.compare_digest(said.token, self.token):
+            if not known or not hmac.compare_digest(said.token.encode(), self.token.encode()):
                 raise WireMismatch(
                     f"refused a heartbeat connection: wanted a rank of generation {self._generation} with the token of "
                     f"this run, got rank {said.rank} of generation {said.generation}"

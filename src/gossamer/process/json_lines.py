@@ -36,6 +36,11 @@ class JsonLineReader:
         return lines
 
 
+def as_unicode(text: str) -> str:
+    """Return `text` with ? for what is no Unicode: names of files may hold that, JSON may not."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def write_line(message: Said) -> bytes:
     """Encode a message as the line that `read_line` decodes."""
     return message.model_dump_json().encode() + b"\n"

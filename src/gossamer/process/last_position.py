@@ -99,7 +99,7 @@ def write_word(memory: mmap.mmap, word: LastWord) -> None:
 
 def write_position(memory: mmap.mmap, position: Position) -> None:
     """Write the position of a worker into the page; takes some two microseconds."""
-    phase, op = position.phase.encode()[:_TEXT_BYTES], position.op.encode()[:_TEXT_BYTES]
+    phase, op = (text.encode("utf-8", "replace")[:_TEXT_BYTES] for text in (position.phase, position.op))
     _FORM.pack_into(memory, 0, position.step, position.sequence, len(phase), len(op))
     memory[_FORM.size : _FORM.size + len(phase)] = phase
     memory[_FORM.size + _TEXT_BYTES : _FORM.size + _TEXT_BYTES + len(op)] = op
