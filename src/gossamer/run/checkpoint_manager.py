@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,8 +161,9 @@ class CheckpointManager:
         """Restore the trainer from the newest checkpoint that is good on all hosts; return False if there is none.
 
         All ranks must call it. `step`: the newest step to accept; -1: any. `only`: the step to restore, whatever is
-        newer, which is then set aside; -1: the newest. Damaged checkpoints that are passed over are quarantined. Raises
-        BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good, or not that of `only`.
+        newer; -1: the newest. Damaged checkpoints that are passed over are quarantined, and good ones of later steps,
+        which another host may lack, are set aside. Raises BadInput for a checkpoint made with other settings,
+        CheckpointMismatch if none is good, or not that of `only`.
         """
         wanted = only if only >= 0 else step
         until = wanted if wanted >= 0 else None
@@ -182,8 +183,7 @@ class CheckpointManager:
         if told:
             self._tell("info", told, step=checkpoint.step)
         self._check_best(channel)
-        if only >= 0:
-            self._leave_behind(only)
+        self._leave_behind(checkpoint.step, is_asked=only >= 0, besides=problems)
         return True
 
     def _check_best(self, channel: Channel) -> None:
@@ -197,15 +197,20 @@ class CheckpointManager:
             said = f"the best checkpoint so far, of step {step}, is not there on every host: it is looked for anew"
             self._tell("warning", said)
 
-    def _leave_behind(self, step: int) -> None:
-        """Set the checkpoints after `step` aside: the run goes on from there, and they are of another history."""
+    def _leave_behind(self, step: int, *, is_asked: bool, besides: Collection[int]) -> None:
+        """Set the checkpoints after `step` aside: the run goes on from there, and they are of another history.
+
+        `besides`: steps of damaged ones, which are quarantined already, or could not be.
+        """
         if not self.directory.is_leader:
             return
-        later = [one for one in list_checkpoints(self.directory.path) if one > step]
+        later = [one for one in list_checkpoints(self.directory.path) if one > step and one not in besides]
         names = [set_aside(self.directory.path, one).name for one in later]
         if names:
-            said = f"goes on from step {step} as asked; the later checkpoints are kept as {', '.join(names)}"
-            self._tell("info", f"{said}, which nothing reads: remove them when you do not need them", step=step)
+            why = "as asked" if is_asked else "the newest that is good on every host"
+            said = f"goes on from step {step}, {why}; the later checkpoints are kept as {', '.join(names)}"
+            said += ", which nothing reads: remove them when you do not need them"
+            self._tell("info" if is_asked else "warning", said, step=step)
 
     def _tell(self, level: str, message: str, *, step: int = -1) -> None:
         self.sink(records.Event(level=level, message=message, step=step, rank=self.rank))
