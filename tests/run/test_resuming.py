@@ -58,7 +58,8 @@ def test_later_checkpoints_of_one_host_are_set_aside_for_they_are_of_another_his
         "goes on from step 2, the newest that is good on every host; the later checkpoints are kept as "
         "step-00000006.aside-0, step-00000004.aside-0, which nothing reads: remove them when you do not need them"
     )
-    assert told[1] == [] and [said.split(";")[-1] for said in told[2]] == [" the damaged one is now step-00000004.aside-0"]
+    assert told[1] == []
+    assert [said.split("; ")[-1] for said in told[2]] == ["the damaged one is now step-00000004.aside-0"]
 
 
 def test_without_any_checkpoint_nobody_resumes(pool, tmp_path: Path) -> None:

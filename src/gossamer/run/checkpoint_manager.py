@@ -62,7 +62,7 @@ class CheckpointManager:
         """Copy the state to a staging buffer and return; the store writes it in the background.
 
         Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
-        with a warning; with `last` the call waits instead.
+        with a warning; with `last` the call waits instead (all ranks call `wait_for_writes` before it).
         """
         meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
@@ -94,6 +94,14 @@ class CheckpointManager:
         """Wait for the checkpoint that is being written and report it."""
         self._store.finish()
         self.report()
+
+    def wait_for_writes(self, gather: GatherBytes, at: Callable[[int, str], None]) -> None:
+        """Wait until no rank is writing a checkpoint any more. All ranks must call it together.
+
+        They tell one another that they still write: one that waited for its own disk alone would be taken for hung by
+        the ranks whose disks are faster.
+        """
+        self._rounds(lambda: _SAVED, gather, at)
 
     def confirm(self, gather: GatherBytes, at: Callable[[int, str], None]) -> RunFailed | None:
         """Wait until the last step is saved on all disks; return the error to raise if it is not, None if it is.
@@ -142,14 +150,18 @@ class CheckpointManager:
 
     def _lacking(self, step: int, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
         """Return the ranks whose disks lack a checkpoint of `step`, once no rank is writing any more."""
+        told = self._rounds(lambda: _FAILED if self._missing(step) else _SAVED, gather, at)
+        return [rank for rank, one in enumerate(told) if one == _FAILED]
+
+    def _rounds(self, word: Callable[[], float], gather: GatherBytes, at: Callable[[int, str], None]) -> list[float]:
+        """Return the `word` of every rank, once no rank is writing any more: until then they say that they are."""
         while True:
             at(self.progress.step, "save")
             is_writing = not self._store.wait(_WORD_S)
             self.report()
-            word = _WRITING if is_writing else _FAILED if self._missing(step) else _SAVED
-            told = gather((word,))[:, 0].tolist()
+            told: list[float] = gather((_WRITING if is_writing else word(),))[:, 0].tolist()
             if _WRITING not in told:
-                return [rank for rank, one in enumerate(told) if one == _FAILED]
+                return told
 
     def _missing(self, step: int) -> str:
         """Return why a step is not on this disk; "" if it is, and on all writers but the first."""
