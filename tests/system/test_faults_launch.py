@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.launch import LaunchRequest, Limits, RunEnd, launch_here
+from gossamer.launch import HostFingerprint, LaunchRequest, Limits, RunEnd, launch_here
+from gossamer.launch.rendezvous_messages import Peer, hello_of
 from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from gossamer.netlab.names import DEVICE
 from gossamer.process.error_reports import error_path
@@ -374,6 +375,25 @@ def test_a_host_number_given_twice_is_refused(hosts: Hosts) -> None:
     ends = hosts.ends()
     assert [code for code, _, _ in ends] == [2, 2, 2]
     assert all("was started with --node-rank 1, but another host has that number" in said for _, _, said in ends)
+
+
+def test_a_host_that_ended_before_all_had_met_may_come_back(hosts: Hosts) -> None:
+    hosts.start(0, hosts=3, processes=1)
+    facts = HostFingerprint(processes=1, versions={"gossamer": "0.1.0"}, config="c", data="d")
+
+    def come_and_go() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", hosts._port), timeout=5) as connection:
+                Peer(connection).send(hello_of(facts, host=1, hosts=3))
+            return True
+        except ConnectionRefusedError:
+            return False
+
+    eventually(come_and_go)
+    hosts.start(1, hosts=3, processes=1)
+    hosts.start(2, hosts=3, processes=1)
+    ends = hosts.ends()
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
 
 
 def test_a_host_that_does_not_come_is_named(hosts: Hosts) -> None:
