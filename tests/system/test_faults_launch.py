@@ -100,6 +100,47 @@ def test_what_happens_once_all_is_saved_and_written_down_is_no_failure(tmp_path:
     assert launch_here(start) == RunEnd(exit_code=0)
 
 
+OUTSTAYS = """
+import sys, threading
+from gossamer.launch import run_worker
+from gossamer.spec.errors import BadInput, Interrupted
+def prefetch():
+    threading.Event().wait()
+def body(ready):
+    if ready.place.rank == 1:
+        threading.Thread(target=prefetch).start()
+        {ends}
+sys.exit(run_worker(body))
+"""
+SUPERVISES = """
+import sys
+from pathlib import Path
+from gossamer.launch import LaunchRequest, Limits, launch_here
+rundir, worker = sys.argv[1:]
+limits = Limits(heartbeat_s=0.5, grace_s=1.0, settle_s=1.0, kill_s=0.5)
+start = LaunchRequest(argv=(sys.executable, "-c", worker), processes=2, rundir=Path(rundir), limits=limits, threads=1)
+end = launch_here(start)
+print(end.exit_code, end.blame and (end.blame.first.rank, end.blame.first.cause))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ("pass", "0 None"),
+        ("raise Interrupted('saved')", "4 None"),
+        ("raise BadInput('a shorter corpus')", "2 (1, 'BadInput: a shorter corpus')"),
+        ("raise KeyError('row 7')", "3 (1, \"KeyError: 'row 7'\")"),
+    ],
+)
+def test_a_thread_that_does_not_end_holds_up_no_run(tmp_path: Path, ends: str, outcome: str) -> None:
+    argv = [sys.executable, "-c", SUPERVISES, str(tmp_path), OUTSTAYS.format(ends=ends)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == outcome
+    assert "rank 1 on " in done.stderr and "as a thread of it does not end: it is killed" in done.stderr
+    assert "in prefetch" in (tmp_path / "logs/rank-00001.log").read_text()
+
+
 def test_a_workers_own_word_counts_for_itself_alone(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"

@@ -200,7 +200,9 @@ class Supervisor:
                 self._is_ending = True
                 self._crew.end()
         elif self._stop == "save" and now_s - self._stop_s > self._limits.grace_s:
-            self._site.say(f"no checkpoint was saved within {show_seconds(self._limits.grace_s)}: stopping at once")
+            if self._crew.sealed is None:  # else a process outstays its work
+                grace = show_seconds(self._limits.grace_s)
+                self._site.say(f"no checkpoint was saved within {grace}: stopping at once")
             self._asked("now")
 
     def _settle_s(self) -> float:
