@@ -388,6 +388,39 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert done.stdout.strip() == "{" and not done.stderr
 
 
+def test_a_broken_pipe_of_the_work_itself_is_no_reader_that_left(tmp_path: Path) -> None:
+    program = (
+        "import sys; from gossamer.api import verbs as api; from gossamer.cli import main\n"
+        "from gossamer.spec.errors import Interrupted\n"
+        "def work(*args, **rest): raise Interrupted('saved') if rest['dry_run'] else BrokenPipeError('a tracker')\n"
+        "api.train_command = work\n"
+        "sys.stdin.read()\n"
+        "sys.exit(main())"
+    )
+    (tmp_path / "run.yaml").touch()
+
+    def ended(*argv: str, loses: str) -> tuple[int, str]:
+        """The exit code, and what is read of the streams whose reader does not leave before the command begins."""
+        command = [sys.executable, "-c", program, "train", "run.yaml", *argv]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path)
+        assert process.stdin and process.stdout and process.stderr
+        streams = {"stdout": process.stdout, "stderr": process.stderr}
+        for name in loses.split():
+            streams.pop(name).close()
+        process.stdin.close()
+        said = "".join(stream.read() for stream in streams.values())
+        for stream in streams.values():
+            stream.close()
+        return process.wait(timeout=120), said
+
+    code, said = ended(loses="stdout")
+    assert code == 3 and "a tracker" in said
+    assert ended("--dry-run", loses="stdout stderr") == (4, "")
+    code, said = ended("--dry-run", "--json", loses="stderr")
+    assert code == 4 and json.loads(said) == {"error": "saved", "exit": 4}
+
+
 def test_nothing_but_the_output_module_prints() -> None:
     package = Path(gossamer.__file__).parent
     for path in package.rglob("*.py"):

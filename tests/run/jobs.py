@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -849,6 +850,36 @@ def changing(seat: Seat, *, exchanges: list[Any]) -> dict[str, Any]:
     pump.close()
     channel.close()
     return {"kept": kept, "mean": mean, "owed": owed, "carried": carried, "paid": left}
+
+
+def resumed(seat: Seat, *, directories: list[str]) -> list[str]:
+    """What this rank says as it resumes from what is good everywhere, where the ranks see `directories`."""
+    from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
+    from gossamer.comm.message import ProcessGroups
+    from gossamer.run.checkpoint_directory import CheckpointDirectory
+    from gossamer.run.checkpoint_manager import CheckpointManager
+    from gossamer.spec.records import Event
+
+    said: list[str] = []
+    path = directories[seat.rank]
+    directory = CheckpointDirectory(
+        path=Path(path), writer=seat.rank - directories.index(path), writers=directories.count(path)
+    )
+    saver = CheckpointManager(
+        directory=directory,
+        rank=seat.rank,
+        sink=lambda record: said.append(record.message) if isinstance(record, Event) else None,
+        identity={},
+    )
+    saver.contents = SimpleNamespace(check=lambda source: None, restore=lambda source: "")
+    channel = ProcessGroupChannel(
+        Rendezvous(seat.store(), seat.rank, ProcessGroups.flat(seat.ranks), interface="lo", timeout_s=15.0)
+    )
+    try:
+        assert saver.resume(channel)
+    finally:
+        channel.close()
+    return said
 
 
 def search(seat: Seat, *, directories: list[str], until: int | None = None) -> dict[str, Any] | None:

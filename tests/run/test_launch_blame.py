@@ -39,6 +39,21 @@ def test_the_cause_is_the_first_that_is_nobody_elses_fault() -> None:
     assert [f.rank for f in found.collateral] == [0, 2, 4]
 
 
+def test_a_connection_of_the_users_own_that_breaks_is_a_cause() -> None:
+    lost = "[Errno 104] Connection reset by peer"
+    found = find_root_cause(
+        [
+            dated(1.0, 2, exit_code=3, kind="DistBackendError", message=lost),
+            dated(1.1, 3, exit_code=3, kind="", message=lost),
+            dated(1.2, 1, exit_code=3, kind="ConnectionResetError", message=lost, place="rows.py:7 in fetch"),
+            dated(1.3, 0, exit_code=3, kind="BrokenPipeError", message="[Errno 32] Broken pipe"),
+        ]
+    )
+    assert (found.first.rank, found.first.place) == (1, "rows.py:7 in fetch")
+    assert [f.rank for f in found.others] == [0]
+    assert [f.rank for f in found.collateral] == [2, 3]
+
+
 def test_with_nothing_but_collateral_ranks_the_first_one_stands_for_the_cause() -> None:
     found = find_root_cause([dated(2.0, 1, exit_code=PEER_LOST), dated(1.0, 0, exit_code=PEER_LOST)])
     assert (found.first.rank, [f.rank for f in found.collateral]) == (0, [1])

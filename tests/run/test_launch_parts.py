@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from gossamer.launch.port import listen, owner
 from gossamer.launch.rendezvous_config import Node
 from gossamer.launch.rendezvous_messages import JoinRequest
 from gossamer.process import EventLoop, Heartbeat, HeartbeatServer, exit_text, read_error, write_error
-from gossamer.process.json_lines import JsonLineReader, read_line
+from gossamer.process.json_lines import JsonLineReader, read_line, write_line
 from gossamer.process.last_position import Position, PositionPage
 from gossamer.process.out_of_memory import memory_events
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, WireMismatch
@@ -168,6 +171,7 @@ def test_beats_arrive_and_end_with_a_goodbye() -> None:
     "said",
     [
         b'{"kind":"hello","token":"guess","rank":0,"pid":1,"generation":0}\n',
+        b'{"kind":"hello","token":"r\xc3\xa4t","rank":0,"pid":1,"generation":0}\n',
         b'{"kind":"beat","rank":0,"step":1,"phase":"p","op":"","sequence":1,"progress_age_s":0.0,"first_step":0,'
         b'"longest_s":0.0}\n',
         b"GET / HTTP/1.1\r\n\r\n",
@@ -201,6 +205,35 @@ def test_a_heartbeat_without_a_supervisor_is_silent() -> None:
     heart.at(op="layer")
     assert (heart.now.rank, heart.now.step, heart.now.phase, heart.now.op) == (2, 1, "compute", "layer")
     heart.close()
+
+
+def test_a_place_in_a_folder_whose_name_is_no_unicode_is_told_all_the_same() -> None:
+    file = os.fsdecode(b"/caf\xe9/net.py")
+    going, left = threading.Event(), threading.Event()
+    code = compile("def forward(until):\n    until.wait(30)\n", file, "exec")
+    names: dict[str, Callable[[threading.Event], None]] = {}
+    exec(code, names)
+    box = PositionPage()
+    heart = Heartbeat(0, box=os.dup(box.descriptor))
+    heart.at(op=file)
+    assert box.read().op == "/caf?/net.py"
+    said: list[bytes] = []
+
+    def look() -> None:
+        with suppress(Exception):
+            while "net.py" not in heart.now.place and not left.is_set():
+                pass
+            said.append(write_line(heart.now))
+        going.set()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    names["forward"](going)
+    left.set()
+    watcher.join()
+    heart.close()
+    box.close()
+    assert len(said) == 1 and b"caf?/net.py:2 in forward" in said[0]
 
 
 def test_the_black_box_holds_the_last_position() -> None:

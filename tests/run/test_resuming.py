@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from gossamer.run.checkpoint_directory import CheckpointDirectory
-from gossamer.run.checkpoint_manager import CheckpointManager
+from gossamer.run.checkpoint_manager import FORMAT, CheckpointManager
 from gossamer.spec.errors import BadInput
+from gossamer.store.checkpoint import list_checkpoints
 from store.crew import good, halves, model, save
 
 SHARD = "rank-00001.safetensors"
@@ -17,7 +18,7 @@ SHARD = "rank-00001.safetensors"
 
 def saved(directory: Path, steps: list[int]) -> Path:
     for step in steps:
-        good(save(directory, step, halves(model(step)), {"step": step}, keep=9))
+        good(save(directory, step, halves(model(step)), {"step": step, "format": FORMAT}, keep=9))
     return directory
 
 
@@ -42,6 +43,23 @@ def test_hosts_agree_on_the_newest_that_is_good_on_all(pool, tmp_path: Path) -> 
     assert [answer["bad"] for answer in answers] == [[], [], [4]], "8 and 6 are good: they are left alone"
     answers = pool.run("run.jobs:search", 2, directories=[str(here), str(there)], until=3)
     assert [answer["step"] for answer in answers] == [2, 2]
+
+
+def test_later_checkpoints_of_one_host_are_set_aside_for_they_are_of_another_history(pool, tmp_path: Path) -> None:
+    here, there = saved(tmp_path / "a", [2, 4, 6, 8]), saved(tmp_path / "b", [2, 4])
+    spoil(here, 8)
+    spoil(there, 4)
+    told = pool.run("run.jobs:resumed", 3, directories=[str(here), str(here), str(there)])
+    assert list_checkpoints(here) == list_checkpoints(there) == (2,)
+    assert sorted(path.name for path in here.iterdir() if "." in path.name) == [
+        f"step-0000000{step}.aside-0" for step in (4, 6, 8)
+    ], "nothing is thrown away"
+    assert told[0][-1] == (
+        "goes on from step 2, the newest that is good on every host; the later checkpoints are kept as "
+        "step-00000006.aside-0, step-00000004.aside-0, which nothing reads: remove them when you do not need them"
+    )
+    assert told[1] == []
+    assert [said.split("; ")[-1] for said in told[2]] == ["the damaged one is now step-00000004.aside-0"]
 
 
 def test_without_any_checkpoint_nobody_resumes(pool, tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def test_the_one_being_replaced_stays_until_the_new_one_stands(tmp_path: Path, m
     assert torch.equal(open_checkpoint(tmp_path, 1).read("cube"), model(2)["cube"]) and left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("token", ["", "generation-2"])
+@pytest.mark.parametrize("token", ["", "generation-1", "generation-2"])
 def test_what_a_dead_run_left_is_swept_by_the_leader_alone(tmp_path: Path, token: str) -> None:
     dead = tmp_path / "step-00000009.generation-1.partial"
     dead.mkdir()
@@ -180,6 +180,19 @@ def test_what_a_dead_run_left_is_swept_by_the_leader_alone(tmp_path: Path, token
     assert list_checkpoints(tmp_path) == (3,)
     CheckpointWriter(tmp_path, 0, 2, token=token)
     assert not dead.exists() and (tmp_path / "step-00000003").is_dir()
+
+
+def test_what_an_earlier_start_published_is_never_committed_by_a_later_one(tmp_path: Path) -> None:
+    def opened() -> list[CheckpointWriter]:
+        return [CheckpointWriter(tmp_path, rank, 2, deadline_s=0.5, token="g0") for rank in (0, 1)]
+
+    _, died = opened()
+    died.save(4, halves(model(1))[1], {})
+    assert not finish(died)[0].ok and left_over(tmp_path) == ["step-00000004.g0.partial"]
+    late, _ = opened()  # whose other rank does not come to save this step
+    late.save(4, halves(model(2))[0], {})
+    (result,) = finish(late)
+    assert "waited 0 s for the shards of rank(s) 1" in result.error and list_checkpoints(tmp_path) == ()
 
 
 def test_parts_of_an_earlier_attempt_are_not_mixed_in(tmp_path: Path) -> None:

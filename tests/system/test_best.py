@@ -62,7 +62,7 @@ def test_the_best_is_found_by_name_and_a_run_that_ended_early_says_so(place: Pla
     assert [one["step"] for one in records(run, "start")] == [0, 6, 2], back.out
     assert list_checkpoints(run / "checkpoints") == (4, 2)
     assert (run / "checkpoints" / "step-00000008.aside-0").is_dir(), "nothing is thrown away"
-    assert "goes on from step 2 as asked" in back.out
+    assert "goes on from step 2, as asked" in back.out
     assert open_checkpoint(run / "checkpoints", 4).meta["watch"]["early_stop"]["waited"] == 1
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.launch import LaunchRequest, Limits, RunEnd, launch_here
+from gossamer.launch import HostFingerprint, LaunchRequest, Limits, RunEnd, launch_here
+from gossamer.launch.rendezvous_messages import Peer, hello_of
 from gossamer.netlab import Lab, LabTopology, lab_unavailable
 from gossamer.netlab.names import DEVICE
 from gossamer.process.error_reports import error_path
@@ -97,6 +98,47 @@ def test_what_happens_once_all_is_saved_and_written_down_is_no_failure(tmp_path:
     )
     start = LaunchRequest(argv=(sys.executable, "-c", program), processes=2, rundir=tmp_path, limits=LIMITS, threads=1)
     assert launch_here(start) == RunEnd(exit_code=0)
+
+
+OUTSTAYS = """
+import sys, threading
+from gossamer.launch import run_worker
+from gossamer.spec.errors import BadInput, Interrupted
+def prefetch():
+    threading.Event().wait()
+def body(ready):
+    if ready.place.rank == 1:
+        threading.Thread(target=prefetch).start()
+        {ends}
+sys.exit(run_worker(body))
+"""
+SUPERVISES = """
+import sys
+from pathlib import Path
+from gossamer.launch import LaunchRequest, Limits, launch_here
+rundir, worker = sys.argv[1:]
+limits = Limits(heartbeat_s=0.5, grace_s=1.0, settle_s=1.0, kill_s=0.5)
+start = LaunchRequest(argv=(sys.executable, "-c", worker), processes=2, rundir=Path(rundir), limits=limits, threads=1)
+end = launch_here(start)
+print(end.exit_code, end.blame and (end.blame.first.rank, end.blame.first.cause))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "outcome"),
+    [
+        ("pass", "0 None"),
+        ("raise Interrupted('saved')", "4 None"),
+        ("raise BadInput('a shorter corpus')", "2 (1, 'BadInput: a shorter corpus')"),
+        ("raise KeyError('row 7')", "3 (1, \"KeyError: 'row 7'\")"),
+    ],
+)
+def test_a_thread_that_does_not_end_holds_up_no_run(tmp_path: Path, ends: str, outcome: str) -> None:
+    argv = [sys.executable, "-c", SUPERVISES, str(tmp_path), OUTSTAYS.format(ends=ends)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == outcome
+    assert "rank 1 on " in done.stderr and "as a thread of it does not end: it is killed" in done.stderr
+    assert "in prefetch" in (tmp_path / "logs/rank-00001.log").read_text()
 
 
 def test_a_workers_own_word_counts_for_itself_alone(tmp_path: Path) -> None:
@@ -374,6 +416,25 @@ def test_a_host_number_given_twice_is_refused(hosts: Hosts) -> None:
     ends = hosts.ends()
     assert [code for code, _, _ in ends] == [2, 2, 2]
     assert all("was started with --node-rank 1, but another host has that number" in said for _, _, said in ends)
+
+
+def test_a_host_that_ended_before_all_had_met_may_come_back(hosts: Hosts) -> None:
+    hosts.start(0, hosts=3, processes=1)
+    facts = HostFingerprint(processes=1, versions={"gossamer": "0.1.0"}, config="c", data="d")
+
+    def come_and_go() -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", hosts._port), timeout=5) as connection:
+                Peer(connection).send(hello_of(facts, host=1, hosts=3))
+            return True
+        except ConnectionRefusedError:
+            return False
+
+    eventually(come_and_go)
+    hosts.start(1, hosts=3, processes=1)
+    hosts.start(2, hosts=3, processes=1)
+    ends = hosts.ends()
+    assert [code for code, _, _ in ends] == [0, 0, 0], ends
 
 
 def test_a_host_that_does_not_come_is_named(hosts: Hosts) -> None:

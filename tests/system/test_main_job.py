@@ -179,6 +179,20 @@ def test_ctrl_c_once_saves_and_stops(place: Place) -> None:
     assert (run / "checkpoints" / f"step-{records(run, 'end')[0]['step']:08d}").is_dir()
 
 
+def test_ctrl_c_saves_though_nobody_reads_any_more(place: Place) -> None:
+    process = held(place, watched(place, steps=14))
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # as of `2>&1 | tee`, which dies of the same Ctrl-C
+    process.stderr.close()
+    os.killpg(process.pid, signal.SIGINT)
+    (place.folder / "hold").unlink()
+    assert process.wait(timeout=300) == 4
+    (run,) = place.runs()
+    (end,) = records(run, "end")
+    assert end["outcome"] == "interrupted"
+    assert (run / "checkpoints" / f"step-{end['step']:08d}" / "manifest.json").exists()
+
+
 @pytest.mark.nightly
 def test_ctrl_c_does_not_wait_for_a_round_of_islands(place: Place) -> None:
     process = held(place, watched(place, steps=20, plan={"sync": {"diloco": {"sync_every": 50}}}))

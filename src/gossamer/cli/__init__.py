@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imported in `main`, which handles a Ctrl-C during the import
@@ -159,11 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(given, is_json="--json" in own)
     except KeyboardInterrupt:  # outside of `_run`, which reports it better
         return _stopped(is_json="--json" in own)
+    finally:
+        _settle_streams()
 
 
 def _stopped(*, is_json: bool) -> int:
     """Report a Ctrl-C while the program itself is being loaded, in the words of later ones, without imports."""
-    sys.stderr.write("Stopped at once: nothing after the last checkpoint was saved\n")
+    with suppress(OSError):
+        sys.stderr.write("Stopped at once: nothing after the last checkpoint was saved\n")
     if is_json:
         sys.stdout.write('{"error": "nothing after the last checkpoint was saved", "exit": 3}\n')
     return 3
@@ -171,7 +175,7 @@ def _stopped(*, is_json: bool) -> int:
 
 def _run(given: list[str], *, is_json: bool) -> int:
     from gossamer.cli.exit_status import BAD_INPUT, failure_of
-    from gossamer.cli.output import CommandResult, OutputWriter
+    from gossamer.cli.output import CommandResult, OutputWriter, ReaderGone
     from gossamer.spec.errors import RunFailed
 
     output = OutputWriter(json=is_json)
@@ -182,13 +186,12 @@ def _run(given: list[str], *, is_json: bool) -> int:
         if isinstance(result, CommandResult):
             try:
                 return output.answer(result)
-            except BrokenPipeError:
-                raise
+            except ReaderGone:  # `gossamer methods | head`
+                return result.exit_code
             except OSError as error:
                 return output.unheard(result, error)
         return result if isinstance(result, int) else 0  # a command that wrote by itself; help
-    except BrokenPipeError:  # `gossamer methods | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except ReaderGone:  # of a command that only prints, piece by piece; any other broken pipe is a failure
         return 0
     except SystemExit as left:
         if not left.code:  # no command of ours exits so: a library did, before the work was done
@@ -210,6 +213,16 @@ def _as_utf8(argument: str) -> str:
         return os.fsencode(argument).decode("utf-8")
     except UnicodeError:
         return argument
+
+
+def _settle_streams() -> None:
+    """Let go of what a stream cannot write any more: Python would exit with a code of its own for that."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_streams() -> None:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from gossamer.cli.output import ReaderGone
 from gossamer.netlab import Lab, LabTopology, LinkEvent, end, lab_unavailable, standing, sweep
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.units import read_rate, show_bytes, show_gib, show_rate
@@ -229,13 +230,20 @@ def _exit_code(code: int) -> int:
 
 
 def _say(line: str, *, tag: str = "lab") -> None:
-    sys.stdout.write(f"[{tag}] {line}\n")
-    sys.stdout.flush()
+    _write(f"[{tag}] {line}\n")
 
 
 def _write_json(about: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(about) + "\n")
-    sys.stdout.flush()
+    _write(json.dumps(about) + "\n")
+
+
+def _write(text: str) -> None:
+    """Write as it is, colors of the hosts' programs included."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGone(*error.args) from None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TextIO
 
@@ -22,6 +23,10 @@ Json = Annotated[
     bool,
     Parameter(name="--json", negative="", show_default=False, help="end with one JSON object, as the last line"),
 ]
+
+
+class ReaderGone(BrokenPipeError):
+    """Standard output is a pipe whose reader has left, as `head` does once it has enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,9 @@ def write_line(data: Mapping[str, Any]) -> None:
 
 
 def write_note(text: str) -> None:
-    """Write a line about the work to standard error."""
-    _write(text + "\n", sys.stderr)
+    """Write a line about the work to standard error; one that nobody can read any more ends no work."""
+    with suppress(OSError, ValueError):
+        _write(text + "\n", sys.stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +87,44 @@ class OutputWriter:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left of it has nowhere to go, either
         why = f"cannot write to standard output: {error.strerror or error}"
         if answer.is_report:
-            _write(f"The command is done, but its result is not printed: {why}\n", sys.stderr)
+            write_note(f"The command is done, but its result is not printed: {why}")
             return answer.exit_code
         return OutputWriter(json=False).failure(CommandFailure(3, "The answer could not be written:", why))
 
     def failure(self, failure: CommandFailure) -> int:
-        """Write a failure; return its exit code."""
-        from rich.console import Console
+        """Write a failure; return its exit code, also where nobody can read it."""
+        with suppress(OSError, ValueError):
+            self._block(failure)
+        if self.json:
+            with suppress(OSError, ValueError):
+                self._line({"error": failure.said.strip(), **failure.extra, "exit": failure.exit_code})
+        return failure.exit_code
+
+    def _block(self, failure: CommandFailure) -> None:
         from rich.text import Text
+
+        from gossamer.view.console import TerminalConsole
 
         color = "yellow" if failure.exit_code == 4 else "red"
         block = Text(f"{failure.title}\n", style=f"bold {color}")
         body = "\n".join(f"  {line}".rstrip() for line in failure.said.strip().splitlines())
         sys.stdout.flush()
-        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        console = TerminalConsole(stderr=True, soft_wrap=True, highlight=False)
         console.print(block.append(_printable(body, sys.stderr.encoding), style="not bold default"))
-        if self.json:
-            self._line({"error": failure.said.strip(), **failure.extra, "exit": failure.exit_code})
-        return failure.exit_code
 
     def _line(self, data: dict[str, Any]) -> None:
         _write(json.dumps(_plain(data), allow_nan=False, default=str) + "\n")
 
 
 def _write(text: str, out: TextIO | None = None) -> None:
-    out = sys.stdout if out is None else out
-    out.write(_printable(text, out.encoding))
-    out.flush()
+    to = sys.stdout if out is None else out
+    try:
+        to.write(_printable(text, to.encoding))
+        to.flush()
+    except BrokenPipeError as error:
+        if out is not None:
+            raise
+        raise ReaderGone(*error.args) from None
 
 
 def _printable(text: str, encoding: str | None) -> str:

@@ -65,7 +65,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
     try:
         sink: Sink = RecordWriter(job.directory, job.callbacks.show) if job.where.rank == 0 else forget
         saver = _saver(job, sink)
-        check_agreement(pump, _facts(job))
+        check_agreement(pump, _facts(job))  # after this, every directory is swept: ranks may save
         caution = _caution(job)
         job = _settled(with_savers(job, pump, sink), pump, sink)
         flop_per_token = flop_per_token_of(job)  # before hooks of Gossamer change its forward

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +21,10 @@ _BACKLOG = 4096  # all ranks may knock before rank 0 answers
 
 
 def to_stderr(text: str) -> None:
-    """Write `text` to stderr as a line."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write `text` to stderr as a line; what cannot be written (its reader, terminal or disk is gone) ends no run."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
 
 
 def _nothing() -> None:

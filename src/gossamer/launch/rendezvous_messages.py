@@ -108,6 +108,20 @@ class Peer:
         self._lines = JsonLineReader()
         self._inbox: list[bytes] = []
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the other host has closed the connection, or its process has ended."""
+        before_s = self.socket.gettimeout()
+        self.socket.setblocking(False)
+        try:
+            return not self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            self.socket.settimeout(before_s)
+
     def send(self, message: JoinRequest | HostQuery | HostReply | JoinAccepted | JoinRefused) -> None:
         """Send one message."""
         self.socket.sendall(write_line(message))

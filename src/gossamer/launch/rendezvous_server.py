@@ -86,6 +86,8 @@ def _arrivals(
         except (PeerLost, WireMismatch):
             connection.close()  # somebody else's, or a port scan
             continue
+        if hello.host in arrived and arrived[hello.host][0].is_gone:  # it was ended meanwhile, and comes back
+            arrived.pop(hello.host)[0].socket.close()
         if not 1 <= hello.host < max(call.hosts, hello.hosts) or hello.host in arrived:
             wrong = "another host has that number" if hello.host in (0, *arrived) else f"there are {call.hosts} hosts"
             text = (

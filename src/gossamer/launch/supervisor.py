@@ -114,9 +114,9 @@ class Supervisor:
         self._stop, self._stop_s = how, time.monotonic()
         self._line.send(Stop(how=how), besides=by)
         if how == "save":
+            self._crew.ask_to_stop()  # before it is told: the ranks save whether or not anybody can be told
             grace = show_seconds(self._limits.grace_s)
             self._site.say(f"stopping: saving a checkpoint first, within {grace}; ask once more to stop at once")
-            self._crew.ask_to_stop()
 
     def _note(self, failures: Sequence[RankFailure], *, by: int = -1) -> None:
         """Store failures, and send them to the other hosts."""
@@ -200,7 +200,9 @@ class Supervisor:
                 self._is_ending = True
                 self._crew.end()
         elif self._stop == "save" and now_s - self._stop_s > self._limits.grace_s:
-            self._site.say(f"no checkpoint was saved within {show_seconds(self._limits.grace_s)}: stopping at once")
+            if self._crew.sealed is None:  # else a process outstays its work
+                grace = show_seconds(self._limits.grace_s)
+                self._site.say(f"no checkpoint was saved within {grace}: stopping at once")
             self._asked("now")
 
     def _settle_s(self) -> float:

@@ -35,8 +35,8 @@ class Limits:
     """The time limits of a supervisor, in seconds.
 
     `heartbeat_s`: a rank without a heartbeat for so long is reported; `progress_timeout_s`: a rank without progress
-    that others wait for has failed; `grace_s`: to save a checkpoint and stop; `settle_s`: for peers of a failed rank to
-    report their own errors; `kill_s`: from SIGTERM to SIGKILL.
+    that others wait for has failed; `grace_s`: to save a checkpoint and stop, and for a process to end after its work;
+    `settle_s`: for peers of a failed rank to report their own errors; `kill_s`: from SIGTERM to SIGKILL.
     """
 
     heartbeat_s: float = 5.0
@@ -58,6 +58,8 @@ class WorkerGroup:
         self._workers: dict[int, Worker] = {}
         self._suspects: dict[int, int] = {}  # rank -> judgments in a row that found it stopped
         self._named: set[int] = set()  # ranks whose failure is already out
+        self._asked: set[int] = set()  # ranks whose process outstays its work, asked for its stacks
+        self._left: set[int] = set()  # ranks that had ended their work by themselves when their process ended
         self._ended_by_us = False
 
     def start(self, jobs: Sequence[Command], *, imports: Sequence[str], may_wait: Callable[[], bool]) -> None:
@@ -93,7 +95,7 @@ class WorkerGroup:
 
     @property
     def exit_codes(self) -> tuple[int, ...]:
-        return tuple(_code(worker) for worker in self._workers.values() if not worker.runs)
+        return tuple(self._code(worker) for worker in self._workers.values() if not worker.runs)
 
     @property
     def sealed(self) -> int | None:
@@ -147,16 +149,21 @@ class WorkerGroup:
         for rank, worker in self._workers.items():
             if not worker.runs or worker.poll() is None:
                 continue
+            if self._server.pulses[rank].finished and worker.is_at_end:
+                self._left.add(rank)
             self._server.finish(rank)
             # asked to stop before its handler stood, or killed because it took too long
-            code = _code(worker)
+            code = self._code(worker)
             excused = stop == "now" or (stop is not None and code in (-signal.SIGTERM, -signal.SIGKILL))
             if rank not in self._named and code not in (DONE, INTERRUPTED) and not excused:
                 failures.append(self._exited(rank, worker))
         return failures
 
     def judge(self) -> tuple[list[RankFailure], list[str]]:
-        """Return the failures of stopped and silent ranks, and warnings about ranks that may still recover."""
+        """Return the failures of stopped and silent ranks, and warnings about ranks that may still recover.
+
+        A process that still runs `grace_s` after its work is killed: what its work ended with counts.
+        """
         failures: list[RankFailure] = []
         warnings: list[str] = []
         now_s = time.monotonic()
@@ -172,12 +179,27 @@ class WorkerGroup:
                 cause = f"stopped by a signal (SIGSTOP): no heartbeat for {show_seconds(silent_s)}"
                 failures.append(self._failure(rank, "stopped", cause))
                 worker.kill()
+            elif pulse.finished and worker.is_at_end and silent_s > self._limits.grace_s:
+                warnings += self._end_outstayed(rank, worker)
             elif pulse.pid and not pulse.finished and silent_s > self._limits.progress_timeout_s:
                 failures.append(self._failure(rank, "silent", _silence(silent_s, state)))
             elif pulse.pid and not pulse.finished and seen == 1 and state != "T":
                 warnings.append(f"rank {rank} on {self._hostname} is silent: {_silence(silent_s, state)}")
         self._named |= {failure.rank for failure in failures}
         return failures, warnings
+
+    def _end_outstayed(self, rank: int, worker: Worker) -> list[str]:
+        """Ask a process that runs on after its work for its stacks; kill it at the next judgment; return warnings."""
+        if rank in self._asked:
+            worker.kill()
+            return []
+        self._asked.add(rank)
+        worker.signal(signal.SIGUSR1)
+        return [
+            f"rank {rank} on {self._hostname} has ended its work ({exit_text(worker.word.code)}), but its process runs "
+            f"{show_seconds(self._limits.grace_s)} later, most likely as a thread of it does not end: it is killed, "
+            f"and its work counts; the stacks of its threads are at the end of {worker.log}"
+        ]
 
     def _exited(self, rank: int, worker: Worker) -> RankFailure:
         assert worker.exit_code is not None
@@ -187,15 +209,17 @@ class WorkerGroup:
         said = f"{report.kind}: {report.message}" if report else worker.word.why or worker.last_line()
         kind, _, message = worker.word.why.partition(": ")
         cause = cause_of_exit(
-            _code(worker), said=said, out_of_memory=self._killed(rank), peak=show_gib(worker.peak_bytes)
+            self._code(worker), said=said, out_of_memory=self._killed(rank), peak=show_gib(worker.peak_bytes)
         )
         return self._failure(rank, "exited", cause).model_copy(
             update={
-                "exit_code": _code(worker),
+                "exit_code": self._code(worker),
                 "kind": report.kind if report else kind,
                 "message": report.message if report else message or said,
                 "place": report.place if report else "",
-                "by_us": self._ended_by_us and (worker.exit_code < 0 or (report is None and not kind)),
+                "by_us": self._ended_by_us
+                and rank not in self._left
+                and (worker.exit_code < 0 or (report is None and not kind)),
             }
         )
 
@@ -215,6 +239,17 @@ class WorkerGroup:
         limit = f" with a limit of {show_gib(events.limit_bytes)}" if events.limit_bytes else ""
         return f"control group {events.file.parent if events.file else ''}{limit}"
 
+    def _code(self, worker: Worker) -> int:
+        """Return the exit code of a worker: the recorded one, unless a signal killed it before its work was done.
+
+        A worker that exits without a required record has failed.
+        """
+        assert worker.exit_code is not None
+        said = worker.word.code
+        if said in (DONE, INTERRUPTED) or (said >= 0 and (worker.exit_code >= 0 or worker.rank in self._left)):
+            return said
+        return FAILED if worker.is_silent else worker.exit_code
+
     def _failure(self, rank: int, what: What, cause: str) -> RankFailure:
         worker = self._workers[rank]
         position = worker.last_position()
@@ -231,18 +266,6 @@ class WorkerGroup:
             sequence=position.sequence,
             log=str(worker.log),
         )
-
-
-def _code(worker: Worker) -> int:
-    """Return the exit code of a worker: the recorded one, unless a signal killed it before its work was done.
-
-    A worker that exits without a required record has failed.
-    """
-    assert worker.exit_code is not None
-    said = worker.word.code
-    if said in (DONE, INTERRUPTED) or (said >= 0 and worker.exit_code >= 0):
-        return said
-    return FAILED if worker.is_silent else worker.exit_code
 
 
 def _silence(silent_s: float, state: str) -> str:

@@ -104,7 +104,7 @@ class HeartbeatServer:
                 f"wanted a heartbeat of rank {connection.rank} on its connection, got a heartbeat of rank {said.rank}"
             )
         elif isinstance(said, Goodbye):
-            self.finish(said.rank)
+            self.pulses[said.rank] = replace(self.pulses[said.rank], finished=True, heard_s=now_s)
         else:
             self.pulses[said.rank] = self.pulses[said.rank].beaten(said.model_dump(), now_s)
 

@@ -77,6 +77,11 @@ class Worker:
         return self._box.word() if self.runs else self._word
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the worker has recorded the exit with which its program ends."""
+        return self._gives_word and self.word.code >= 0
+
+    @property
     def is_silent(self) -> bool:
         """Whether the worker exited with one of the codes that it must record (`SPOKEN`), without recording it."""
         return self._gives_word and self.exit_code in SPOKEN and self._word.code != self.exit_code

@@ -28,7 +28,10 @@ class CheckpointDirectory:
         return self.writer == 0
 
     def open(self) -> CheckpointWriter:
-        """Open the store, before any rank saves; its first writer deletes half-written files of an earlier run."""
+        """Open the store; its first writer deletes what earlier starts left half-written.
+
+        All ranks open it before they first meet, so that none of them saves before that is done.
+        """
         return CheckpointWriter(
             self.path, rank=self.writer, ranks=self.writers, keep=self.keep, token=f"g{self.generation}"
         )

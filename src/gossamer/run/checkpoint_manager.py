@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,7 @@ class CheckpointManager:
         """Copy the state to a staging buffer and return; the store writes it in the background.
 
         Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
-        with a warning; with `last` the call waits instead.
+        with a warning; with `last` the call waits instead (all ranks call `wait_for_writes` before it).
         """
         meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
@@ -94,6 +94,14 @@ class CheckpointManager:
         """Wait for the checkpoint that is being written and report it."""
         self._store.finish()
         self.report()
+
+    def wait_for_writes(self, gather: GatherBytes, at: Callable[[int, str], None]) -> None:
+        """Wait until no rank is writing a checkpoint any more. All ranks must call it together.
+
+        They tell one another that they still write: one that waited for its own disk alone would be taken for hung by
+        the ranks whose disks are faster.
+        """
+        self._rounds(lambda: _SAVED, gather, at)
 
     def confirm(self, gather: GatherBytes, at: Callable[[int, str], None]) -> RunFailed | None:
         """Wait until the last step is saved on all disks; return the error to raise if it is not, None if it is.
@@ -142,14 +150,18 @@ class CheckpointManager:
 
     def _lacking(self, step: int, gather: GatherBytes, at: Callable[[int, str], None]) -> list[int]:
         """Return the ranks whose disks lack a checkpoint of `step`, once no rank is writing any more."""
+        told = self._rounds(lambda: _FAILED if self._missing(step) else _SAVED, gather, at)
+        return [rank for rank, one in enumerate(told) if one == _FAILED]
+
+    def _rounds(self, word: Callable[[], float], gather: GatherBytes, at: Callable[[int, str], None]) -> list[float]:
+        """Return the `word` of every rank, once no rank is writing any more: until then they say that they are."""
         while True:
             at(self.progress.step, "save")
             is_writing = not self._store.wait(_WORD_S)
             self.report()
-            word = _WRITING if is_writing else _FAILED if self._missing(step) else _SAVED
-            told = gather((word,))[:, 0].tolist()
+            told: list[float] = gather((_WRITING if is_writing else word(),))[:, 0].tolist()
             if _WRITING not in told:
-                return [rank for rank, one in enumerate(told) if one == _FAILED]
+                return told
 
     def _missing(self, step: int) -> str:
         """Return why a step is not on this disk; "" if it is, and on all writers but the first."""
@@ -161,8 +173,9 @@ class CheckpointManager:
         """Restore the trainer from the newest checkpoint that is good on all hosts; return False if there is none.
 
         All ranks must call it. `step`: the newest step to accept; -1: any. `only`: the step to restore, whatever is
-        newer, which is then set aside; -1: the newest. Damaged checkpoints that are passed over are quarantined. Raises
-        BadInput for a checkpoint made with other settings, CheckpointMismatch if none is good, or not that of `only`.
+        newer; -1: the newest. Damaged checkpoints that are passed over are quarantined, and good ones of later steps,
+        which another host may lack, are set aside. Raises BadInput for a checkpoint made with other settings,
+        CheckpointMismatch if none is good, or not that of `only`.
         """
         wanted = only if only >= 0 else step
         until = wanted if wanted >= 0 else None
@@ -182,8 +195,7 @@ class CheckpointManager:
         if told:
             self._tell("info", told, step=checkpoint.step)
         self._check_best(channel)
-        if only >= 0:
-            self._leave_behind(only)
+        self._leave_behind(checkpoint.step, is_asked=only >= 0, besides=problems)
         return True
 
     def _check_best(self, channel: Channel) -> None:
@@ -197,15 +209,20 @@ class CheckpointManager:
             said = f"the best checkpoint so far, of step {step}, is not there on every host: it is looked for anew"
             self._tell("warning", said)
 
-    def _leave_behind(self, step: int) -> None:
-        """Set the checkpoints after `step` aside: the run goes on from there, and they are of another history."""
+    def _leave_behind(self, step: int, *, is_asked: bool, besides: Collection[int]) -> None:
+        """Set the checkpoints after `step` aside: the run goes on from there, and they are of another history.
+
+        `besides`: steps of damaged ones, which are quarantined already, or could not be.
+        """
         if not self.directory.is_leader:
             return
-        later = [one for one in list_checkpoints(self.directory.path) if one > step]
+        later = [one for one in list_checkpoints(self.directory.path) if one > step and one not in besides]
         names = [set_aside(self.directory.path, one).name for one in later]
         if names:
-            said = f"goes on from step {step} as asked; the later checkpoints are kept as {', '.join(names)}"
-            self._tell("info", f"{said}, which nothing reads: remove them when you do not need them", step=step)
+            why = "as asked" if is_asked else "the newest that is good on every host"
+            said = f"goes on from step {step}, {why}; the later checkpoints are kept as {', '.join(names)}"
+            said += ", which nothing reads: remove them when you do not need them"
+            self._tell("info" if is_asked else "warning", said, step=step)
 
     def _tell(self, level: str, message: str, *, step: int = -1) -> None:
         self.sink(records.Event(level=level, message=message, step=step, rank=self.rank))

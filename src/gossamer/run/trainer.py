@@ -146,6 +146,8 @@ class Trainer:
         self.outer.apart.settle(step)
         self.verifier.same_everywhere(step)
         self.descent.settle(step)
+        if last:
+            self.around.saver.wait_for_writes(self.replica.gather, self.around.at)
         self.around.saver.save(self.progress, last=last)
 
     def one_step(self) -> int:

@@ -65,17 +65,14 @@ def prepare(directory: Path) -> None:
         ) from None
 
 
-def sweep(directory: Path, token: str, below: int | None = None) -> None:
-    """Remove partial folders: those of dead runs (by the leader, at start), or all of steps below `below`.
+def sweep(directory: Path, below: int | None = None) -> None:
+    """Remove partial folders: all (by the leader, before any rank of its start saves), or those of steps below `below`.
 
     It also removes a replaced checkpoint, or puts it back where the new one of its step is missing.
     """
     for path in _entries(directory):
         match = _PARTIAL.fullmatch(path.name)
-        if match is None:
-            continue
-        mine = token != "" and path.name == partial_folder(directory, int(match.group(1)), token).name
-        if (int(match.group(1)) < below) if below is not None else not mine:
+        if match is not None and (below is None or int(match.group(1)) < below):
             discard(path)
     for _, path in list(_committed(directory)):
         if path.suffix == ".replaced":

@@ -116,7 +116,7 @@ class SaveAttempt:
         return part
 
     def _forget_earlier(self) -> None:
-        """Remove this rank's files of an attempt that failed or died; the leader sweeps at start, but may be late."""
+        """Remove this rank's files of an attempt of this start that failed; the leader has swept those of others."""
         for suffix in ("json", "writing", "safetensors", "failed"):
             self._own(suffix).unlink(missing_ok=True)
 
@@ -152,7 +152,7 @@ class SaveAttempt:
             raise
         _check_shards(self._target, parts)  # the older ones go only when this one stands
         prune(crew.directory, self.step, crew.keep, self.pinned)
-        sweep(crew.directory, crew.token, below=self.step)
+        sweep(crew.directory, below=self.step)
 
     def _all_there(self) -> bool:
         names = self._names()

@@ -61,10 +61,10 @@ class CheckpointWriter:
         deadline_s: float = 600.0,
         abort: Callable[[], bool] = _never,
     ) -> None:
-        """Make the checkpoint directory; the leader also sweeps it.
+        """Make the checkpoint directory; the leader also sweeps it, so it must be there before any rank saves.
 
-            token:      identifies this start of the run (and each generation of its ranks); equal on all ranks.
-                        It keeps files of earlier starts from being taken for parts of a save.
+            token:      of this generation of the ranks; equal on all of them. It keeps a rank of an earlier one that
+                        still writes apart; what earlier starts left, also those of the same token, is swept.
             deadline_s: a rank that waits longer than this gives up the save.
             abort:      called often from the thread; the rank gives up the save when it returns true.
 
@@ -83,7 +83,7 @@ class CheckpointWriter:
         self._last_step: int | None = None
         prepare(self._crew.directory)
         if self._crew.is_leader:
-            sweep(self._crew.directory, token)
+            sweep(self._crew.directory)
 
     @property
     def is_busy(self) -> bool:
@@ -147,7 +147,7 @@ class CheckpointWriter:
         """Wait for the save in flight and its thread. `poll` then returns its result."""
         self._join(None)
         if self._crew.is_leader and self._last_step is not None:
-            sweep(self._crew.directory, self._crew.token, below=self._last_step + 1)
+            sweep(self._crew.directory, below=self._last_step + 1)
 
     def _join(self, patience_s: float | None) -> bool:
         if self._thread is not None:

@@ -11,18 +11,12 @@ from rich.console import Console
 from rich.live import Live as Region
 
 from gossamer.spec.records import End, Record
+from gossamer.view.console import TerminalConsole
 from gossamer.view.display import Display
 from gossamer.view.live_panel import panel
 from gossamer.view.progress import RunProgress
 
 EVERY_S = 1 / 4  # a drawing takes about 3 ms of a core
-
-
-class _Terminal(Console):
-    """rich answers a terminal that went away with SystemExit; here it is an error like any other."""
-
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError("the terminal went away")
 
 
 class Live(Display):
@@ -40,7 +34,7 @@ class Live(Display):
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._console = console if console is not None else _Terminal(file=out, highlight=False)
+        self._console = console if console is not None else TerminalConsole(file=out, highlight=False)
         self._title = title
         self._clock = clock
         self._now = now
