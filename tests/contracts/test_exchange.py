@@ -13,7 +13,7 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.channel.loopback import LoopbackChannel
-from gossamer.comm.message import Collective, ExchangeState
+from gossamer.comm.message import Collective, ExchangeContext, ExchangeState
 from gossamer.spec.errors import BadInput
 
 NAMES = (*exchange_methods.names(), *crew.NESTED)
@@ -123,6 +123,29 @@ def test_saved_and_restored_goes_on_the_same(name: str) -> None:
 def test_the_first_state_is_the_same_on_every_rank(name: str) -> None:
     one, where = crew.example(name), crew.layout()
     assert same(flat_state(one.init(where)), flat_state(one.init(where)))
+
+
+@each
+def test_all_ranks_get_one_mean_after_a_step_inside_islands_too(name: str) -> None:
+    """Unless the exchange says that it needs the same ranks: what it knows is then other on every island."""
+    one, where = crew.example(name), crew.layout()
+    levels = crew.levels_of(4)
+    states = [one.init(where)] * 4
+    for step in range(3):
+        method, among = (one.for_island(), levels.only("island")) if step == 1 else (one, levels)
+        weights = torch.full((4,), 0.5 if step == 1 else 0.25, dtype=torch.float64)
+        rounds = [
+            method.run(
+                crew.bucket(where, rank, step),
+                state if method is one else method.init(where),
+                ExchangeContext(rank, among, weights, (11, step), 0.1),
+            )
+            for rank, state in enumerate(states)
+        ]
+        outcomes = run_lockstep(LocalChannel.world(4, levels if step != 1 else among), rounds)
+        states = [o.state for o in outcomes] if method is one else states
+    agree = all(torch.equal(outcome.mean, outcomes[0].mean) for outcome in outcomes)
+    assert agree != any(inner.needs_same_ranks for inner in exchange_methods.nested(one.for_island()))
 
 
 @each

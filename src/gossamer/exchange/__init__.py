@@ -133,6 +133,14 @@ class Exchange(ABC):
         """Return whether the exchange requires islands."""
         return False
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        """Return whether the mean depends on a state that its ranks hold alike, so that the same ones must always meet.
+
+        By default not: a residual is its rank's own.
+        """
+        return False
+
     def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
         """Return (numel,) bool, the elements whose state this rank keeps for its island, by the path of that state.
 

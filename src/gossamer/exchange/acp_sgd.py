@@ -57,6 +57,10 @@ class AcpSgd(Exchange):
     def traits(self) -> ExchangeTraits:
         return ExchangeTraits(fixed_size=False)
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         cut = self._split(layout)
         tensors: dict[str, Tensor] = {}

@@ -45,6 +45,10 @@ class DeltaReference(Exchange):
     def traits(self) -> ExchangeTraits:
         return self.inner.traits
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         r = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
         return ExchangeState({"r": r}, (self.inner.init(as_float(layout)),))

@@ -46,6 +46,10 @@ class Momentum(Exchange):
     def has_true_norm(self) -> bool:
         return False
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         momentum = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
         return ExchangeState({"momentum": momentum}, (self.inner.init(as_float(layout)),))
