@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 
 import pytest
 import torch
@@ -104,6 +104,20 @@ def test_state_is_handed_back_and_never_changed(name: str) -> None:
             message = method.send(channel.start(message).wait())
         method.close()
         assert same(flat_state(states[0]), before[0])
+
+
+@pytest.mark.parametrize("name", exchange_methods.names())
+def test_the_exchanges_in_it_are_in_the_order_of_their_states(name: str) -> None:
+    """By whose numbers what a rank owns of a state is found."""
+    stateful = iter([{"delta_reference": "dense"}, {"momentum": "dense"}])
+    kind = exchange_methods.REGISTRY.type(name)
+    inner = {f.name: next(stateful) for f in fields(kind) if f.type == "Exchange"}
+    given = {f.name: "int8" for f in fields(kind) if f.type == "Codec" and f.default is MISSING}
+    one = exchange_methods.build({name: {**given, **inner}} if inner or given else name)
+    states = one.init(crew.layout()).inner
+    assert len(states) == len(one.parts) >= len(inner)
+    for state, part in zip(states, one.parts, strict=True):
+        assert [path for path, _ in state.flatten()] == [path for path, _ in part.init(crew.layout()).flatten()]
 
 
 @each

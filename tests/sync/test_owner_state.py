@@ -140,10 +140,11 @@ def test_what_islands_estimate_starts_anew_where_others_keep_it(inner: Any) -> N
 
 
 MASKED = {"static_mask": {"sparsity": 0.5, "seed": 1, "inner": OWES}}
+WARM = {"warmup": {"inner": OWES}}
 BY_ROWS = HierarchicalReduceScatter(exchange_methods.build(TOPK))
 
 
-@pytest.mark.parametrize("written", [OWES, MASKED, {"momentum": {"inner": OWES}}, BY_ROWS], ids=str)
+@pytest.mark.parametrize("written", [OWES, MASKED, {"momentum": {"inner": OWES}}, WARM, BY_ROWS], ids=str)
 def test_a_rank_owes_what_it_owns_and_nothing_else(written: Any) -> None:
     """Whatever is around the exchange between islands: else residuals would be taken from those who send them. Half of
     the matrix is masked, so the bucket is cut elsewhere than a whole one.

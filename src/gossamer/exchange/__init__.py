@@ -141,15 +141,22 @@ class Exchange(ABC):
         """
         return False
 
+    @property
+    def parts(self) -> tuple[Exchange, ...]:
+        """Return the exchanges in this one, in the order of their states (`ExchangeState.inner`).
+
+        By default that of the fields.
+        """
+        return tuple(one for f in fields(self) if isinstance(one := getattr(self, f.name), Exchange))  # type: ignore[arg-type]
+
     def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
         """Return (numel,) bool, the elements whose state this rank keeps for its island, by the path of that state.
 
         {} where every rank keeps a state of its own for all elements.
         """
-        inner = [one for f in fields(self) if isinstance(one := getattr(self, f.name), Exchange)]  # type: ignore[arg-type]
         return {
             f"{place}/{path}": mine
-            for place, one in enumerate(inner)
+            for place, one in enumerate(self.parts)
             for path, mine in one.owned(layout, levels, rank).items()
         }
 

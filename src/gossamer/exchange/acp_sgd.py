@@ -54,6 +54,10 @@ class AcpSgd(Exchange):
         check_without_feedback(self.factor_exchange, "factor_exchange", "the low-rank factors", around="acp_sgd")
 
     @property
+    def parts(self) -> tuple[Exchange, ...]:
+        return self.factor_exchange, self.factor_exchange  # a state for each side
+
+    @property
     def traits(self) -> ExchangeTraits:
         return ExchangeTraits(fixed_size=False)
 

@@ -49,6 +49,10 @@ class Warmup(Exchange):
             raise bad_input(wanted="steps >= 0", got=repr(self.steps), do=do, key="steps")
 
     @property
+    def parts(self) -> tuple[Exchange, ...]:
+        return self.first, self.inner
+
+    @property
     def traits(self) -> ExchangeTraits:
         both = (self.first.traits, self.inner.traits)
         lossless = all(t.lossless for t in both)
