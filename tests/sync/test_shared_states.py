@@ -171,3 +171,16 @@ def test_on_other_ranks_what_one_group_knew_goes_on(level: str) -> None:
     check_alike(ranks, [range(3)])
     assert {goes_on(one) for one in ranks} == {level == "all"}
     assert all(("starts anew" in one["told"]) == (level == "island") for one in ranks)
+
+
+@pytest.mark.parametrize("levels", [FOUR, STAGES, PAIRS], ids=["whole models", "stages", "islands"])
+def test_what_is_owed_is_a_part_of_the_mean_of_those_who_average(levels: ProcessGroups) -> None:
+    """Mean and residuals of a step are the mean of what the ranks of a stage gave: others have no part in it."""
+    ranks = Run({"error_feedback": TOPK}, levels)(range(1), [None] * 4)
+    for group in levels.groups["all"]:
+        given = {rank: torch.Generator().manual_seed(rank) for rank in group}
+        for name, mean in ranks[group[0]]["means"][0].items():
+            wanted = sum(torch.randn(SHAPES[name], generator=rng) for rng in given.values()) / len(group)
+            owed = [ranks[rank]["saved"][f"exchange/e@{name}"] for rank in group]
+            torch.testing.assert_close(mean + torch.stack(owed).sum(0), wanted)
+            assert torch.stack(owed).any(), "nothing is owed: this proves nothing"
