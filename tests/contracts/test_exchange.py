@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,43 @@ def test_double_precision_buckets_are_served(name: str) -> None:
     priced.charge(one.traffic(where, channels[0].levels, 0))
     if one.traits.fixed_size:
         assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+DENSE: list[Any] = [{"error_feedback": "dense"}, {"momentum": "dense"}, {"delta_reference": "dense"}]
+
+
+@pytest.mark.parametrize("written", [*DENSE, {"momentum": DENSE[0]}, {"warmup": {"inner": DENSE[2]}}], ids=str)
+def test_around_an_exchange_without_loss_double_precision_stays(written: Any) -> None:
+    """Also of numbers for which float32 has no room, in every step."""
+    one, where = exchange_methods.build(written), crew.layout({"w": (3,)}, dtype=torch.float64)
+    assert one.traits.lossless
+    states = [one.init(where)] * 2
+    for step in range(3):
+        given = [torch.tensor([1 / 3, 1e-50, 1 + 2.0**-40], dtype=torch.float64) * (1 + r + step) for r in range(2)]
+        exact = sum(share * x for share, x in zip(crew.weights(2), given, strict=True))
+        outcomes, channels = crew.world(one, 2, [Bucket(where, x.clone()) for x in given], states, step)
+        states = [o.state for o in outcomes]
+        assert all(tensor.dtype is torch.float32 for state in states for _, tensor in state.flatten())
+        for outcome in outcomes:
+            torch.testing.assert_close(outcome.mean, exact, rtol=1e-13, atol=0.0)
+        priced = CountingChannel(0, channels[0].levels)
+        priced.charge(one.traffic(where, channels[0].levels, 0))
+        assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+@pytest.mark.parametrize("codec", ["float32", "lossless"])
+@pytest.mark.parametrize("around", ["two_shot", "all_gather", "error_feedback", "intra_codec"])
+def test_a_codec_that_would_round_double_precision_in_silence_is_refused(codec: str, around: str) -> None:
+    written: dict[str, Any] = {
+        "two_shot": {"two_shot": {"codec": codec}},
+        "all_gather": {"all_gather": {"codec": codec}},
+        "error_feedback": {"error_feedback": {"two_shot": {"codec": codec}}},
+        "intra_codec": {"hierarchical": {"inter": "dense", "intra_codec": "float32"}},
+    }[around]
+    one = exchange_methods.build(written)
+    one.check(crew.layout(), crew.levels_of(4))
+    with pytest.raises(BadInput, match=r"wanted numbers of at most 32 bits.*got w and others in float64"):
+        one.check(crew.layout(dtype=torch.float64), crew.levels_of(4))
 
 
 @each

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gossamer.comm.bucket import Bucket, Layout, as_float
+from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.spec.errors import bad_input
@@ -52,12 +52,13 @@ class Momentum(Exchange):
 
     def init(self, layout: Layout) -> ExchangeState:
         momentum = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-        return ExchangeState({"momentum": momentum}, (self.inner.init(as_float(layout)),))
+        return ExchangeState({"momentum": momentum}, (self.inner.init(self._computed(layout)),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         (inner,), before = state.inner, state.tensors["momentum"]
-        sent = torch.lerp(x.flat.float(), before, self.beta)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
+        layout = self._computed(x.layout)
+        sent = torch.lerp(x.flat.to(layout.dtype), before.to(layout.dtype), self.beta)
+        out = yield from self.inner.run(Bucket(layout, sent), inner, at)
         mean = torch.sub(out.mean, before, alpha=self.beta).div_(1 - self.beta)
         lost = out.lost.div_(1 - self.beta) if out.lost is not None else None
         after = ExchangeState({"momentum": out.mean.float().clone()}, (out.state,))
@@ -65,7 +66,10 @@ class Momentum(Exchange):
         return Outcome(mean.to(x.layout.dtype), lost, after, owed)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        return self.inner.traffic(as_float(layout), levels, rank)
+        return self.inner.traffic(self._computed(layout), levels, rank)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(as_float(layout), levels)
+        self.inner.check(self._computed(layout), levels)
+
+    def _computed(self, layout: Layout) -> Layout:
+        return as_computed(layout, lossless=self.inner.traits.lossless)
