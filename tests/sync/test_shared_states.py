@@ -59,11 +59,15 @@ class Stored:
 
 @dataclass(frozen=True)
 class Run:
-    """Steps of ranks in these groups, averaged at a level; with two stages, of one parameter each."""
+    """Steps of ranks in these groups, averaged at a level; with two stages, of one parameter each.
+
+    `last`: the level from step 1 on, where it is another one.
+    """
 
     written: Any
     levels: ProcessGroups
     level: str = "all"
+    last: str = ""
 
     def __call__(self, steps: range, disks: Sequence[Stored | None]) -> list[dict[str, Any]]:
         def on(channel: Channel) -> dict[str, Any]:
@@ -88,7 +92,7 @@ class Run:
         told = "" if disk is None else contents.restore(disk)
         begun, means = {name: t.clone() for name, t in replica.states().items()}, []
         for step in steps:
-            replica.open(StepContext(step, 0, 1.0, 1.0, level=self.level))
+            replica.open(StepContext(step, 0, 1.0, 1.0, level=(step and self.last) or self.level))
             replica.watch()
             rng = torch.Generator().manual_seed(100 * step + rank)
             sum((p * torch.randn(p.shape, generator=rng)).sum() for p in params.values()).backward()
@@ -184,3 +188,18 @@ def test_what_is_owed_is_a_part_of_the_mean_of_those_who_average(levels: Process
             owed = [ranks[rank]["saved"][f"exchange/e@{name}"] for rank in group]
             torch.testing.assert_close(mean + torch.stack(owed).sum(0), wanted)
             assert torch.stack(owed).any(), "nothing is owed: this proves nothing"
+
+
+def test_what_is_owed_when_ranks_part_is_paid_in_their_first_step_alone() -> None:
+    """So after a warm-up: the steps of both have moved what gradients say, in the mean of all ranks."""
+    alone = ProcessGroups.islands([[0], [1], [2], [3]])
+    ranks = Run({"error_feedback": TOPK}, alone, last="island")(range(3), [None] * 4)
+    exact = Run("dense", alone, last="island")(range(3), [None] * 4)
+    for name in SHAPES:
+        moved, wanted = (
+            [torch.stack([one["means"][step][name] for one in run]).mean(0) for step in range(3)]
+            for run in (ranks, exact)
+        )
+        assert not torch.allclose(moved[0], wanted[0], atol=1e-3), "nothing is owed: this proves nothing"
+        torch.testing.assert_close(moved[0] + moved[1], wanted[0] + wanted[1])
+        assert torch.equal(moved[2], wanted[2]), "and only once"

@@ -160,6 +160,14 @@ class Exchange(ABC):
             for path, mine in one.owned(layout, levels, rank).items()
         }
 
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        """Add what this rank owes to `debt` (numel,) float32, in the unit of its input; return the state without it.
+
+        What cannot be paid in this step, as its rate or the rank's weight is 0, stays in the state.
+        """
+        inner = zip(self.parts, state.inner, strict=True)
+        return ExchangeState(state.tensors, tuple(one.settled(kept, at, debt) for one, kept in inner))
+
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         """Raise BadInput where this method cannot serve such a bucket or groups; called when a plan is built."""
         return None

@@ -31,7 +31,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, as_float
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import add_rounding_error, rate_of, require_stateless, tiles
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of, require_stateless, settled, tiles
 from gossamer.spec.errors import bad_input
 
 _HIGHEST = 0.5
@@ -82,6 +82,9 @@ class EControl(Exchange):
             torch.add(old, new, alpha=rate * share, out=one).sub_(heard, alpha=rate)
         add_rounding_error(owed, agg, mean, rate * share)
         return Outcome(mean, None, ExchangeState({"e": owed, "h": known, "agg": agg}, (out.state,)))
+
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        return settled(state, at.share * rate_of(at, self.track_lr), debt)
 
     def eta_of(self, layout: Layout) -> float:
         """Return the eta in force for a bucket of this layout."""

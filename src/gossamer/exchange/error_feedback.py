@@ -27,7 +27,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import add_rounding_error, rate_of
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ class ErrorFeedback(Exchange):
         if not unit:
             return e.clone()
         return torch.zeros_like(e) if lost is None else lost.mul_(unit)
+
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        return settled(state, at.share * rate_of(at, self.track_lr), debt)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(self._computed(layout), levels, rank)

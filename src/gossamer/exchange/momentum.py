@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
@@ -64,6 +65,12 @@ class Momentum(Exchange):
         after = ExchangeState({"momentum": out.mean.float().clone()}, (out.state,))
         owed = out.owed.div_(1 - self.beta) if out.owed is not None else None
         return Outcome(mean.to(x.layout.dtype), lost, after, owed)
+
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        of_momentum = torch.zeros_like(debt)
+        after = ExchangeState(state.tensors, (self.inner.settled(state.inner[0], at, of_momentum),))
+        debt.add_(of_momentum, alpha=1 / (1 - self.beta))
+        return after
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         return self.inner.traffic(self._computed(layout), levels, rank)

@@ -40,6 +40,7 @@ from gossamer.comm.message import (
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.exchange.codec import Codec
+from gossamer.exchange.dense import Dense
 from gossamer.exchange.islands.island_share import IslandShare, OwnerRange, across, check_across, traffic_across
 from gossamer.sharding._reduce_scatter import packed, parts_of, size_of, unpacked
 from gossamer.sharding._row_partition import RowPart, rows_of
@@ -144,6 +145,10 @@ class HierarchicalReduceScatter(Exchange):
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
         here = self._place(layout, levels, rank)
         return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
+
+    def for_island(self) -> Exchange:
+        """Return the reduce-scatter inside the island alone, without a state."""
+        return replace(self, between=Dense())
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         if not _is_one(levels):
