@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gossamer.comm.bucket import Bucket, Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.channel.loopback import LoopbackChannel
-from gossamer.comm.message import Collective, ExchangeState
+from gossamer.comm.message import Collective, ExchangeContext, ExchangeState
 from gossamer.spec.errors import BadInput
 
 NAMES = (*exchange_methods.names(), *crew.NESTED)
@@ -106,6 +107,20 @@ def test_state_is_handed_back_and_never_changed(name: str) -> None:
         assert same(flat_state(states[0]), before[0])
 
 
+@pytest.mark.parametrize("name", exchange_methods.names())
+def test_the_exchanges_in_it_are_in_the_order_of_their_states(name: str) -> None:
+    """By whose numbers what a rank owns of a state is found."""
+    stateful = iter([{"delta_reference": "dense"}, {"momentum": "dense"}])
+    kind = exchange_methods.REGISTRY.type(name)
+    inner = {f.name: next(stateful) for f in fields(kind) if f.type == "Exchange"}
+    given = {f.name: "int8" for f in fields(kind) if f.type == "Codec" and f.default is MISSING}
+    one = exchange_methods.build({name: {**given, **inner}} if inner or given else name)
+    states = one.init(crew.layout()).inner
+    assert len(states) == len(one.parts) >= len(inner)
+    for state, part in zip(states, one.parts, strict=True):
+        assert [path for path, _ in state.flatten()] == [path for path, _ in part.init(crew.layout()).flatten()]
+
+
 @each
 def test_saved_and_restored_goes_on_the_same(name: str) -> None:
     one, where, ranks = crew.example(name), crew.layout(), 2
@@ -123,6 +138,29 @@ def test_saved_and_restored_goes_on_the_same(name: str) -> None:
 def test_the_first_state_is_the_same_on_every_rank(name: str) -> None:
     one, where = crew.example(name), crew.layout()
     assert same(flat_state(one.init(where)), flat_state(one.init(where)))
+
+
+@each
+def test_all_ranks_get_one_mean_after_a_step_inside_islands_too(name: str) -> None:
+    """Unless the exchange says that it needs the same ranks: what it knows is then other on every island."""
+    one, where = crew.example(name), crew.layout()
+    levels = crew.levels_of(4)
+    states = [one.init(where)] * 4
+    for step in range(3):
+        method, among = (one.for_island(), levels.only("island")) if step == 1 else (one, levels)
+        weights = torch.full((4,), 0.5 if step == 1 else 0.25, dtype=torch.float64)
+        rounds = [
+            method.run(
+                crew.bucket(where, rank, step),
+                state if method is one else method.init(where),
+                ExchangeContext(rank, among, weights, (11, step), 0.1),
+            )
+            for rank, state in enumerate(states)
+        ]
+        outcomes = run_lockstep(LocalChannel.world(4, levels if step != 1 else among), rounds)
+        states = [o.state for o in outcomes] if method is one else states
+    agree = all(torch.equal(outcome.mean, outcomes[0].mean) for outcome in outcomes)
+    assert agree != any(inner.needs_same_ranks for inner in exchange_methods.nested(one.for_island()))
 
 
 @each
@@ -150,6 +188,43 @@ def test_double_precision_buckets_are_served(name: str) -> None:
     priced.charge(one.traffic(where, channels[0].levels, 0))
     if one.traits.fixed_size:
         assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+DENSE: list[Any] = [{"error_feedback": "dense"}, {"momentum": "dense"}, {"delta_reference": "dense"}]
+
+
+@pytest.mark.parametrize("written", [*DENSE, {"momentum": DENSE[0]}, {"warmup": {"inner": DENSE[2]}}], ids=str)
+def test_around_an_exchange_without_loss_double_precision_stays(written: Any) -> None:
+    """Also of numbers for which float32 has no room, in every step."""
+    one, where = exchange_methods.build(written), crew.layout({"w": (3,)}, dtype=torch.float64)
+    assert one.traits.lossless
+    states = [one.init(where)] * 2
+    for step in range(3):
+        given = [torch.tensor([1 / 3, 1e-50, 1 + 2.0**-40], dtype=torch.float64) * (1 + r + step) for r in range(2)]
+        exact = sum(share * x for share, x in zip(crew.weights(2), given, strict=True))
+        outcomes, channels = crew.world(one, 2, [Bucket(where, x.clone()) for x in given], states, step)
+        states = [o.state for o in outcomes]
+        assert all(tensor.dtype is torch.float32 for state in states for _, tensor in state.flatten())
+        for outcome in outcomes:
+            torch.testing.assert_close(outcome.mean, exact, rtol=1e-13, atol=0.0)
+        priced = CountingChannel(0, channels[0].levels)
+        priced.charge(one.traffic(where, channels[0].levels, 0))
+        assert priced.meter.snapshot() == channels[0].meter.snapshot()
+
+
+@pytest.mark.parametrize("codec", ["float32", "lossless"])
+@pytest.mark.parametrize("around", ["two_shot", "all_gather", "error_feedback", "intra_codec"])
+def test_a_codec_that_would_round_double_precision_in_silence_is_refused(codec: str, around: str) -> None:
+    written: dict[str, Any] = {
+        "two_shot": {"two_shot": {"codec": codec}},
+        "all_gather": {"all_gather": {"codec": codec}},
+        "error_feedback": {"error_feedback": {"two_shot": {"codec": codec}}},
+        "intra_codec": {"hierarchical": {"inter": "dense", "intra_codec": "float32"}},
+    }[around]
+    one = exchange_methods.build(written)
+    one.check(crew.layout(), crew.levels_of(4))
+    with pytest.raises(BadInput, match=r"wanted numbers of at most 32 bits.*got w and others in float64"):
+        one.check(crew.layout(dtype=torch.float64), crew.levels_of(4))
 
 
 @each

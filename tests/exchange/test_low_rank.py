@@ -18,7 +18,9 @@ from gossamer.exchange.codec import Codec
 from gossamer.exchange.codec.int8 import Int8
 from gossamer.exchange.codec.sign import Sign
 from gossamer.exchange.dense import Dense
+from gossamer.exchange.econtrol import EControl
 from gossamer.exchange.error_feedback import ErrorFeedback
+from gossamer.exchange.hierarchical import Hierarchical
 from gossamer.exchange.powersgd import PowerSgd
 from gossamer.exchange.topk import TopK
 from gossamer.exchange.two_shot import TwoShot
@@ -338,6 +340,15 @@ def test_warm_up_may_be_longer_before_than_after() -> None:
     assert len(warm.traffic(where, ProcessGroups.flat(2), 0)) == 2
     outcomes, channels = crew.world(warm, 2, [crew.bucket(where, r) for r in range(2)], [warm.init(where)] * 2, step=1)
     assert outcomes[0].lost is None and channels[0].meter.messages == 2
+
+
+@pytest.mark.parametrize("inner", [Dense(), ErrorFeedback(TopK())], ids=repr)
+@pytest.mark.parametrize(
+    "first", [ErrorFeedback(TopK()), EControl(TopK()), Hierarchical(ErrorFeedback(TopK()))], ids=repr
+)
+def test_what_a_first_exchange_would_owe_is_refused(first: Exchange, inner: Exchange) -> None:
+    with pytest.raises(BadInput, match="first: wanted a first exchange without error feedback"):
+        Warmup(inner, first=first, steps=1)
 
 
 def test_warm_up_says_what_both_hold() -> None:

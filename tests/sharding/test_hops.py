@@ -23,6 +23,7 @@ from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.channel.local import LocalChannel, run_lockstep
 from gossamer.comm.message import Collective, ProcessGroups
 from gossamer.exchange import Exchange
+from gossamer.exchange.codec.float32 import Float32
 from gossamer.exchange.error_feedback import ErrorFeedback
 from gossamer.sharding._hierarchical_reduce_scatter import HierarchicalReduceScatter, dealt
 from gossamer.sharding._reduce_scatter import ReduceScatter, parts_of
@@ -367,3 +368,21 @@ def _between(where: Layout, levels: ProcessGroups) -> int:
     priced = CountingChannel(0, levels)
     priced.charge(HierarchicalReduceScatter(ReduceScatter()).traffic(where, levels, 0)[1:])
     return priced.meter.total_bytes
+
+
+@pytest.mark.parametrize("one", [ReduceScatter(), HierarchicalReduceScatter(exchange_methods.build("dense"))], ids=repr)
+def test_double_precision_stays_where_rows_are_dealt_out(one: Exchange) -> None:
+    """Of the numbers themselves; codecs that lose nothing of float32 would round them, and are refused."""
+    where, levels = crew.layout(EVEN, dtype=torch.float64), crew.levels_of(4)
+    one.check(where, levels)
+    given = [crew.bucket(where, rank) for rank in range(4)]
+    for rank, x in enumerate(given):
+        x.flat.copy_(torch.randn(where.numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64))
+    exact = sum(share * x.flat for share, x in zip(crew.weights(4), given, strict=True))
+    outcomes, _ = crew.world(one, 4, given, [one.init(where)] * 4)
+    islands = 1 if isinstance(one, ReduceScatter) else 2  # each of which has all rows
+    found = torch.stack([outcome.mean for outcome in outcomes]).sum(0) / islands
+    torch.testing.assert_close(found, exact, rtol=1e-13, atol=1e-15)
+    coded = {"codec": Float32()} if isinstance(one, ReduceScatter) else {"inside": Float32()}
+    with pytest.raises(BadInput, match="wanted numbers of at most 32 bits"):
+        replace(one, **coded).check(where, levels)  # type: ignore[arg-type]

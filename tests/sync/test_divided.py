@@ -210,8 +210,8 @@ class Stored:
 
     meta: ClassVar[dict[str, Any]] = {"ranks": 1}
 
-    def __init__(self, states: Mapping[str, Tensor]) -> None:
-        self.states = {f"exchange/{n}": t.clone() for n, t in states.items()}
+    def __init__(self, saved: SavedExchanges) -> None:
+        self.states = {one.where.name: one.tensor.clone() for one in saved.slices()}
 
     def names(self) -> frozenset[str]:
         return frozenset(self.states)
@@ -229,12 +229,12 @@ def test_a_checkpoint_is_restored_to_other_parts_with_what_is_owed_and_factors_t
     written = {"error_feedback": {"powersgd": {"rank": 1}}}
     module, before = replica_of(alone, written, PARTS)
     stepped(module, before, 0, range(2))
-    saved = Stored(before.states())
+    given: Any = SimpleNamespace(rank=0, ranks=1)
+    saved = Stored(SavedExchanges(before, given, "redistribute"))
     assert any("@table[" in name for name in saved.states), "factors are those of a part"
     for then in (PARTS, (("table[0:5]",), ("table[5:10]",)), ()):
         _, after = replica_of(alone, written, then)
         fresh = after.states()
-        given: Any = SimpleNamespace(rank=0, ranks=1)
         source: Any = saved
         assert SavedExchanges(after, given, "redistribute").restore(source) == ""
         for name, tensor in after.states().items():

@@ -12,7 +12,7 @@ from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.message import ProcessGroups
 from gossamer.plan import price_apart
 from gossamer.policy import Policy
-from gossamer.recipe import PlanMethods, not_used_inside
+from gossamer.recipe import PlanMethods, not_used_inside, shared_states_apart
 from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.profile_step import profile_step
@@ -45,8 +45,11 @@ class LocalUpdates:
         """Return the plan in which `islands` train apart under `loop`, with its estimate, and tell the user of it.
 
         `policy`: chooses the exchange of a round from `links()`, which measures each rank's uplink and downlink; None:
-        the plan's exchange stays. Raises BadInput if a policy meets islands of several ranks.
+        the plan's exchange stays. Raises BadInput if a policy meets islands of several ranks, or if the exchange cannot
+        serve these.
         """
+        if error := shared_states_apart(loop, islands, self.methods.exchange.exchanges):
+            raise error
         self.part_into(islands)
         later = f", from step {loop.steady} on" if loop.warmup.local_step_scaler else ""
         said = f"{len(islands)} islands {[list(i) for i in islands]} synchronize every {loop.sync_every} steps{later}"

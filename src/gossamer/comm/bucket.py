@@ -82,6 +82,11 @@ def as_float(layout: Layout) -> Layout:
     return replace(layout, dtype=torch.float32)
 
 
+def as_computed(layout: Layout, *, lossless: bool) -> Layout:
+    """Return the same layout in the dtype in which an exchange around another computes: without loss, that of sums."""
+    return replace(layout, dtype=sum_dtype(layout.dtype)) if lossless else as_float(layout)
+
+
 def partition(tensors: Mapping[str, Tensor], *, bucket_bytes: int, at_least: int = 4) -> tuple[Layout, ...]:
     """Partition `tensors` into bucket layouts of at most `bucket_bytes`, in the order of backward (last tensors first).
 

@@ -133,17 +133,40 @@ class Exchange(ABC):
         """Return whether the exchange requires islands."""
         return False
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        """Return whether the mean depends on a state that its ranks hold alike, so that the same ones must always meet.
+
+        By default not: a residual is its rank's own.
+        """
+        return False
+
+    @property
+    def parts(self) -> tuple[Exchange, ...]:
+        """Return the exchanges in this one, in the order of their states (`ExchangeState.inner`).
+
+        By default that of the fields.
+        """
+        return tuple(one for f in fields(self) if isinstance(one := getattr(self, f.name), Exchange))  # type: ignore[arg-type]
+
     def owned(self, layout: Layout, levels: ProcessGroups, rank: int) -> dict[str, Tensor]:
         """Return (numel,) bool, the elements whose state this rank keeps for its island, by the path of that state.
 
         {} where every rank keeps a state of its own for all elements.
         """
-        inner = [one for f in fields(self) if isinstance(one := getattr(self, f.name), Exchange)]  # type: ignore[arg-type]
         return {
             f"{place}/{path}": mine
-            for place, one in enumerate(inner)
+            for place, one in enumerate(self.parts)
             for path, mine in one.owned(layout, levels, rank).items()
         }
+
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        """Add what this rank owes to `debt` (numel,) float32, in the unit of its input; return the state without it.
+
+        What cannot be paid in this step, as its rate or the rank's weight is 0, stays in the state.
+        """
+        inner = zip(self.parts, state.inner, strict=True)
+        return ExchangeState(state.tensors, tuple(one.settled(kept, at, debt) for one, kept in inner))
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         """Raise BadInput where this method cannot serve such a bucket or groups; called when a plan is built."""

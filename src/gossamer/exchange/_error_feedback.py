@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gossamer.comm.message import ExchangeContext
+from gossamer.comm.message import ExchangeContext, ExchangeState
 from gossamer.exchange import Exchange
 from gossamer.spec.errors import bad_input
 
@@ -28,6 +28,15 @@ def add_rounding_error(owed: Tensor, exact: Tensor, mean: Tensor, unit: float) -
     """Add to `owed`, in place, the rounding error of `exact` to `mean`, times `unit`; it is equal on all ranks."""
     if mean.dtype != exact.dtype and unit:
         owed.add_(exact - mean, alpha=unit)
+
+
+def settled(state: ExchangeState, unit: float, debt: Tensor) -> ExchangeState:
+    """Add the residual "e" over `unit` to `debt`, in place; return the state without it, or as it is at a unit of 0."""
+    if not unit:
+        return state
+    e = state.tensors["e"]
+    debt.add_(e, alpha=1 / unit)
+    return ExchangeState({**state.tensors, "e": torch.zeros_like(e)}, state.inner)
 
 
 def tiles(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

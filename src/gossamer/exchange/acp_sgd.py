@@ -54,8 +54,16 @@ class AcpSgd(Exchange):
         check_without_feedback(self.factor_exchange, "factor_exchange", "the low-rank factors", around="acp_sgd")
 
     @property
+    def parts(self) -> tuple[Exchange, ...]:
+        return self.factor_exchange, self.factor_exchange  # a state for each side
+
+    @property
     def traits(self) -> ExchangeTraits:
         return ExchangeTraits(fixed_size=False)
+
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
 
     def init(self, layout: Layout) -> ExchangeState:
         cut = self._split(layout)

@@ -32,7 +32,7 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, check_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,6 @@ class AllGather(Exchange):
 
     def contraction(self, layout: Layout) -> float | None:
         return self.codec.traits.contraction
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        check_width(layout, self.codec)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gossamer.comm.bucket import Bucket, Layout, as_float
+from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.exchange._error_feedback import require_stateless
@@ -45,19 +45,27 @@ class DeltaReference(Exchange):
     def traits(self) -> ExchangeTraits:
         return self.inner.traits
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         r = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-        return ExchangeState({"r": r}, (self.inner.init(as_float(layout)),))
+        return ExchangeState({"r": r}, (self.inner.init(self._computed(layout)),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         (inner,), r = state.inner, state.tensors["r"]
-        out = yield from self.inner.run(Bucket(as_float(x.layout), x.flat.float() - r), inner, at)
+        layout = self._computed(x.layout)
+        out = yield from self.inner.run(Bucket(layout, x.flat.to(layout.dtype) - r), inner, at)
         moved = r + out.mean
         mean = moved.to(x.layout.dtype, copy=True)  # the caller may change it
-        return Outcome(mean, out.lost, ExchangeState({"r": moved}, (out.state,)), out.owed)
+        return Outcome(mean, out.lost, ExchangeState({"r": moved.float()}, (out.state,)), out.owed)
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        return self.inner.traffic(as_float(layout), levels, rank)
+        return self.inner.traffic(self._computed(layout), levels, rank)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(as_float(layout), levels)
+        self.inner.check(self._computed(layout), levels)
+
+    def _computed(self, layout: Layout) -> Layout:
+        return as_computed(layout, lossless=self.inner.traits.lossless)

@@ -31,7 +31,7 @@ from torch import Tensor
 from gossamer.comm.bucket import Bucket, Layout, as_float
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import add_rounding_error, rate_of, require_stateless, tiles
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of, require_stateless, settled, tiles
 from gossamer.spec.errors import bad_input
 
 _HIGHEST = 0.5
@@ -58,6 +58,10 @@ class EControl(Exchange):
     def traits(self) -> ExchangeTraits:
         return replace(self.inner.traits, lossless=False, remembers=True)
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         zero = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
         return ExchangeState({"e": zero, "h": zero.clone(), "agg": zero.clone()}, (self.inner.init(as_float(layout)),))
@@ -78,6 +82,9 @@ class EControl(Exchange):
             torch.add(old, new, alpha=rate * share, out=one).sub_(heard, alpha=rate)
         add_rounding_error(owed, agg, mean, rate * share)
         return Outcome(mean, None, ExchangeState({"e": owed, "h": known, "agg": agg}, (out.state,)))
+
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        return settled(state, at.share * rate_of(at, self.track_lr), debt)
 
     def eta_of(self, layout: Layout) -> float:
         """Return the eta in force for a bucket of this layout."""

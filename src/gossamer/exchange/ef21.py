@@ -43,6 +43,10 @@ class EF21(Exchange):
     def traits(self) -> ExchangeTraits:
         return replace(self.inner.traits, lossless=False, remembers=True)
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         zero = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
         return ExchangeState({"h": zero, "agg": zero.clone()}, (self.inner.init(as_float(layout)),))

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout, as_float
+from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange._error_feedback import add_rounding_error, rate_of
+from gossamer.exchange._error_feedback import add_rounding_error, rate_of, settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ class ErrorFeedback(Exchange):
 
     def init(self, layout: Layout) -> ExchangeState:
         e = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-        return ExchangeState({"e": e}, (self.inner.init(as_float(layout)),))
+        return ExchangeState({"e": e}, (self.inner.init(self._computed(layout)),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         (inner,), e = state.inner, state.tensors["e"]
         unit = at.share * rate_of(at, self.track_lr)
-        sent = torch.add(x.flat.float(), e, alpha=1 / unit if unit else 0.0)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, replace(at, accounts=True))
+        layout = self._computed(x.layout)
+        sent = torch.add(x.flat.to(layout.dtype), e, alpha=1 / unit if unit else 0.0)
+        out = yield from self.inner.run(Bucket(layout, sent), inner, replace(at, accounts=True))
         owed = self._owed(out.lost, e, unit)
         if out.owed is not None:
             owed.add_(out.owed, alpha=rate_of(at, self.track_lr))
@@ -63,8 +64,14 @@ class ErrorFeedback(Exchange):
             return e.clone()
         return torch.zeros_like(e) if lost is None else lost.mul_(unit)
 
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        return settled(state, at.share * rate_of(at, self.track_lr), debt)
+
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        return self.inner.traffic(as_float(layout), levels, rank)
+        return self.inner.traffic(self._computed(layout), levels, rank)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(as_float(layout), levels)
+        self.inner.check(self._computed(layout), levels)
+
+    def _computed(self, layout: Layout) -> Layout:
+        return as_computed(layout, lossless=self.inner.traits.lossless)

@@ -39,7 +39,7 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, check_width
 from gossamer.exchange.dense import Dense
 from gossamer.exchange.islands.island_share import (
     IslandShare,
@@ -241,6 +241,8 @@ class Hierarchical(Exchange):
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         check_across(self.inter, layout, levels)
+        if self.intra_codec is not None:
+            check_width(layout, self.intra_codec)
 
     def _inside(self, here: IslandShare) -> tuple[Traffic, Traffic]:
         """Return the messages inside the island: to the owners, and from them."""

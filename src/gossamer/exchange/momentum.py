@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout, as_float
+from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import ExchangeContext, ExchangeState, Outcome, ProcessGroups, Rounds, Traffic
 from gossamer.exchange import Exchange, ExchangeTraits
 from gossamer.spec.errors import bad_input
@@ -46,22 +47,36 @@ class Momentum(Exchange):
     def has_true_norm(self) -> bool:
         return False
 
+    @property
+    def needs_same_ranks(self) -> bool:
+        return True
+
     def init(self, layout: Layout) -> ExchangeState:
         momentum = torch.zeros(layout.numel, dtype=torch.float32, device=layout.device)
-        return ExchangeState({"momentum": momentum}, (self.inner.init(as_float(layout)),))
+        return ExchangeState({"momentum": momentum}, (self.inner.init(self._computed(layout)),))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         (inner,), before = state.inner, state.tensors["momentum"]
-        sent = torch.lerp(x.flat.float(), before, self.beta)
-        out = yield from self.inner.run(Bucket(as_float(x.layout), sent), inner, at)
+        layout = self._computed(x.layout)
+        sent = torch.lerp(x.flat.to(layout.dtype), before.to(layout.dtype), self.beta)
+        out = yield from self.inner.run(Bucket(layout, sent), inner, at)
         mean = torch.sub(out.mean, before, alpha=self.beta).div_(1 - self.beta)
         lost = out.lost.div_(1 - self.beta) if out.lost is not None else None
         after = ExchangeState({"momentum": out.mean.float().clone()}, (out.state,))
         owed = out.owed.div_(1 - self.beta) if out.owed is not None else None
         return Outcome(mean.to(x.layout.dtype), lost, after, owed)
 
+    def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
+        of_momentum = torch.zeros_like(debt)
+        after = ExchangeState(state.tensors, (self.inner.settled(state.inner[0], at, of_momentum),))
+        debt.add_(of_momentum, alpha=1 / (1 - self.beta))
+        return after
+
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
-        return self.inner.traffic(as_float(layout), levels, rank)
+        return self.inner.traffic(self._computed(layout), levels, rank)
 
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
-        self.inner.check(as_float(layout), levels)
+        self.inner.check(self._computed(layout), levels)
+
+    def _computed(self, layout: Layout) -> Layout:
+        return as_computed(layout, lossless=self.inner.traits.lossless)

@@ -87,8 +87,7 @@ class StaticMask(Exchange):
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         part = self._part(x.layout)
         sent, given = part.taken(x.flat), x.flat.float().clone() if at.accounts else None
-        inner = part.state_of(state.inner[0]) if state.inner else self.inner.init(part.layout)  # inside an island: none
-        out = yield from self.inner.run(Bucket(part.layout, sent), inner, at)
+        out = yield from self.inner.run(Bucket(part.layout, sent), part.state_of(state.inner[0]), at)
         lost = None
         if given is not None:
             kept = torch.zeros_like(part.taken(given)) if out.lost is None else out.lost

@@ -36,7 +36,7 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, check_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,9 @@ class TwoShot(Exchange):
         there = Traffic(Collective.SHUFFLE, ranks * self.codec.nbytes(chunk), 1)
         back = Traffic(Collective.GATHER, self._back.nbytes(chunk), 1)
         return (*_agreeing(self.codec), there, *_agreeing(self._back), back)
+
+    def check(self, layout: Layout, levels: ProcessGroups) -> None:
+        check_width(layout, self.codec, self._back)
 
     @property
     def _back(self) -> Codec:

@@ -30,14 +30,14 @@ from gossamer.comm.message import (
     Rounds,
     Traffic,
 )
-from gossamer.exchange import Exchange, ExchangeTraits
+from gossamer.exchange import Exchange, ExchangeTraits, has_residual
 from gossamer.exchange.dense import Dense
 from gossamer.spec.errors import bad_input
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup(Exchange):
-    """A warm-up of the exchange: `first` for `steps` steps, then `inner`."""
+    """A warm-up of the exchange: `first`, which keeps no residual, for `steps` steps, then `inner`."""
 
     inner: Exchange
     first: Exchange = field(default_factory=Dense)
@@ -47,6 +47,17 @@ class Warmup(Exchange):
         if self.steps < 0:
             do = "give the number of warm-up steps, e.g. a tenth of train.steps"
             raise bad_input(wanted="steps >= 0", got=repr(self.steps), do=do, key="steps")
+        if has_residual(self.first):
+            raise bad_input(
+                wanted="a first exchange without error feedback, as `inner` would never send what that still owes",
+                got=repr(self.first),
+                do="leave `first` out, which is dense then, or put error_feedback around warmup for both",
+                key="first",
+            )
+
+    @property
+    def parts(self) -> tuple[Exchange, ...]:
+        return self.first, self.inner
 
     @property
     def traits(self) -> ExchangeTraits:

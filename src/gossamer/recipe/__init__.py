@@ -6,7 +6,7 @@ and refuses methods that cannot be combined, whether the plan is new, read from 
 
 from __future__ import annotations
 
-from gossamer.recipe.conflicts import LAWS, Law, check, not_used_inside
+from gossamer.recipe.conflicts import LAWS, Law, check, not_used_inside, shared_states_apart
 from gossamer.recipe.nearby_settings import RegisteredSettings
 from gossamer.recipe.own_loop_check import check_loop
 from gossamer.recipe.parameter_rules import ParameterRules
@@ -24,4 +24,5 @@ __all__ = [
     "check",
     "check_loop",
     "not_used_inside",
+    "shared_states_apart",
 ]

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Entry, Layout
+from gossamer.comm.bucket import Bucket, Entry, Layout, as_computed
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -39,7 +39,8 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import Key, key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, check_width
+from gossamer.exchange.dense import Dense
 from gossamer.exchange.islands.island_share import IslandShare, OwnerRange, across, check_across, traffic_across
 from gossamer.sharding._reduce_scatter import packed, parts_of, size_of, unpacked
 from gossamer.sharding._row_partition import RowPart, rows_of
@@ -101,7 +102,7 @@ class HierarchicalReduceScatter(Exchange):
     def _reduce(
         self, x: Bucket, here: IslandShare, parts: tuple[RowPart, ...], at: ExchangeContext, lost: Tensor | None
     ) -> Generator[Message, tuple[Tensor, ...], Tensor]:
-        """Return the island's mean of this rank's rows, in float32."""
+        """Return the island's mean of this rank's rows, in the dtype of sums; through a codec, in float32."""
         shares, keys = here.shares(at.weights), [key_of(at, x.layout, turn=-1 - k) for k in range(len(parts))]
         there, others = self._inside(here, at.levels), [k for k in range(len(here.island)) if k != here.me]
         sent = [self._message(x.flat, parts[k], keys[k], lost) for k in others if k < len(parts) and parts[k]]
@@ -109,7 +110,8 @@ class HierarchicalReduceScatter(Exchange):
         (arrived,) = yield Message((part,), there.combine, there.level, there.splits, there.arriving)
         if not here.mine.numel:
             return torch.zeros(0, device=x.flat.device)
-        total = packed(x.flat, parts[here.me], here.mine.numel).float() * shares[here.me]
+        computed = as_computed(x.layout, lossless=self.inside is None)
+        total = packed(x.flat, parts[here.me], here.mine.numel).to(computed.dtype) * shares[here.me]
         for k, message in zip(others, arrived.view(len(others), self._size(here.mine)), strict=True):
             if self.inside is None:
                 total.add_(message, alpha=shares[k])
@@ -145,9 +147,15 @@ class HierarchicalReduceScatter(Exchange):
         here = self._place(layout, levels, rank)
         return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
 
+    def for_island(self) -> Exchange:
+        """Return the reduce-scatter inside the island alone, without a state."""
+        return replace(self, between=Dense())
+
     def check(self, layout: Layout, levels: ProcessGroups) -> None:
         if not _is_one(levels):
             check_across(self.between, layout, levels, self._dealt)
+        if self.inside is not None:
+            check_width(layout, self.inside)
 
     def _inside(self, here: IslandShare, levels: ProcessGroups) -> Traffic:
         """Return the message inside the island."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.comm.bucket import Bucket, Layout
+from gossamer.comm.bucket import Bucket, Layout, as_computed
 from gossamer.comm.message import (
     Collective,
     ExchangeContext,
@@ -28,7 +28,7 @@ from gossamer.comm.message import (
 )
 from gossamer.comm.random_key import key_of
 from gossamer.exchange import Exchange, ExchangeTraits
-from gossamer.exchange.codec import Codec
+from gossamer.exchange.codec import Codec, check_width
 from gossamer.sharding._row_partition import RowPart, RowPartition
 from gossamer.spec.errors import bad_input
 
@@ -50,7 +50,8 @@ class ReduceScatter(Exchange):
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         parts, me = parts_of(x.layout, len(at.members), whole=self.whole), at.place
         rows = torch.stack([packed(x.flat, part, most(parts)) for part in parts])  # (ranks, most)
-        own = rows[me].float() * at.share  # a copy: the rows become what is lost
+        computed = as_computed(x.layout, lossless=self.codec is None)
+        own = rows[me].to(computed.dtype) * at.share  # a copy: the rows become what is lost
         sent, key, lost = rows, key_of(at, x.layout), None
         if self.codec is not None:
             lost = rows.float()
@@ -81,6 +82,8 @@ class ReduceScatter(Exchange):
         if self.codec is not None and not self.codec.traits.fixed_size:
             do = "choose bfloat16, float16, int8 or int4"
             raise bad_input(wanted="a codec whose messages have a fixed size", got=repr(self.codec), do=do)
+        if self.codec is not None:
+            check_width(layout, self.codec)
 
 
 def parts_of(layout: Layout, ranks: int, *, whole: bool = False) -> tuple[RowPart, ...]:

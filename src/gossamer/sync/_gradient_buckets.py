@@ -40,6 +40,7 @@ class BucketState:
     outcome: Outcome | None = None
     is_kept: bool = False  # whether it stays after its mean is known, as gradients of other stages are added
     own: Bucket | None = None  # what this rank gave to the exchange, where that is kept
+    clear: ExchangeState | None = None  # the last state in which nothing was left to pay
     norms: tuple[Tensor, Tensor] | None = None  # of the mean, where tiers have taken it (see ops.norm.row_norms)
 
     @property
@@ -56,13 +57,25 @@ class BucketState:
         """Return the rounds of `method`: the bucket's exchange, or one without state that takes its place in a step.
 
         part: of all ranks, those that meet. What is owed is kept as a part of the mean of all ranks, and in a step of
-        an island paid and owed as that of its own mean, which has so much weight among all.
+        an island paid and owed as that of its own mean, which has so much weight among all. A method in its place pays
+        all of it, as no later step of the island would.
         """
         if method is not self.exchange:
-            return _keeping(self.state, method.run(bucket, ExchangeState(), at))
+            return _keeping(self._paid(bucket, at, part), method.run(bucket, method.init(self.layout), at))
         if part == 1.0:
             return method.run(bucket, self.state, at)
         return _among_some(method.run(bucket, _owed_times(self.state, 1 / part), at), part)
+
+    def _paid(self, bucket: Bucket, at: ExchangeContext, part: float) -> ExchangeState:
+        """Add what this rank owes to its bucket; return the state after it."""
+        if self.state is self.clear or not any(is_residual(path) for path, _ in self.state.flatten()):
+            return self.state
+        debt = torch.zeros_like(bucket.flat, dtype=torch.float32)
+        after = _owed_times(self.exchange.settled(_owed_times(self.state, 1 / part), at, debt), part)
+        bucket.flat.copy_(bucket.flat + debt)
+        is_clear = not any(owed.any() for path, owed in after.flatten() if is_residual(path))
+        self.clear = after if is_clear else None
+        return after
 
     def receive(self, outcome: Outcome) -> None:
         """Write the mean to the gradients; the new state waits until the step takes effect."""

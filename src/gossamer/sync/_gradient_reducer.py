@@ -397,7 +397,7 @@ class GradientReducer:
             slot.bucket = None
             self._buckets.adopt(slot)
             return
-        part = len(self.levels.group(window.level, self.rank)) / len(self.levels.everyone)
+        part = len(self.levels.group(window.level, self.rank)) / len(self.levels.group("all", self.rank))
         method = slot.run(bucket, self._method(slot.exchange, window.level), at, part=part)
         if self._tiers is not None and not slot.is_kept:
             marks = torch.tensor([e.name in self._touched for e in slot.layout.entries], dtype=torch.int32)

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gossamer.comm.bucket import Layout
 from gossamer.comm.random_key import Key
+from gossamer.spec.errors import bad_input
 from gossamer.spec.registry import Registry
 
 
@@ -80,6 +82,16 @@ class Codec(ABC):
         for message, share in zip(messages[1:], shares[1:], strict=True):
             self.add(total, message, share, key)
         return total
+
+
+def check_width(layout: Layout, *codecs: Codec) -> None:
+    """Raise BadInput for float64 numbers through codecs that lose nothing of float32: they would round in silence."""
+    if layout.dtype is torch.float64 and all(one.traits.lossless for one in codecs):
+        raise bad_input(
+            wanted="numbers of at most 32 bits, of which the codec loses nothing",
+            got=f"{layout.entries[0].name} and others in float64, and {codecs[0]!r}" if layout.entries else "float64",
+            do="use dense, star or recursive_doubling for these parameters, which send all 64 bits",
+        )
 
 
 REGISTRY: Registry[Codec] = Registry(__name__, Codec)

@@ -62,8 +62,11 @@ class Int16Dynamic(Codec):
                 step = torch.ldexp(torch.ones_like(most), exponent)
                 small = most < SMALLEST
                 scale.copy_(torch.where(most.isfinite(), torch.where(small, 0.0, step), torch.inf))
-                inverse = torch.where(small | ~most.isfinite(), 0.0, step.reciprocal()).unsqueeze(-1)
-                torch.mul(values, inverse, out=here)
+                # The inverse of the least steps is no float32: that of a part of the step, and then of the rest, are.
+                half = exponent.div(2, rounding_mode="floor")
+                is_sent = ~small & most.isfinite()
+                first, rest = (torch.ldexp(is_sent.float(), -one).unsqueeze(-1) for one in (half, exponent - half))
+                torch.mul(values, first, out=here).mul_(rest)
                 target.copy_(here.round_().clamp_(-_TOP, _TOP).nan_to_num_(nan=1.0))
         return out
 

@@ -23,7 +23,7 @@ from gossamer.recipe.conflicts import (
     verification,
 )
 from gossamer.recipe.conflicts.exchange import clipped, exchange_told
-from gossamer.recipe.conflicts.sync import not_used_inside
+from gossamer.recipe.conflicts.sync import not_used_inside, shared_states_apart
 from gossamer.recipe.recipe import Recipe
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
@@ -41,6 +41,7 @@ LAWS: tuple[Law, ...] = (
     sync.optimizer_with_local_updates,
     sync.zeros_with_local_updates,
     sync.states_with_local_updates,
+    sync.exchange_with_local_updates,
     sync.auto_sync_with_exchange,
     sync.zeroth_order_with_exchange,
     exchange.clipping_with_exchange,
@@ -108,4 +109,4 @@ def check(config: RunConfig, plan: Plan) -> Recipe:
     return recipe
 
 
-__all__ = ["LAWS", "Law", "check", "clipped", "exchange_told", "not_used_inside"]
+__all__ = ["LAWS", "Law", "check", "clipped", "exchange_told", "not_used_inside", "shared_states_apart"]

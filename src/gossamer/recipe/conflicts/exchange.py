@@ -25,14 +25,15 @@ def clipped(
     if not clip or wrong is None:
         return None
     return bad_input(
-        wanted=f"no gradient clipping with the exchange `{_name(wrong)}`, whose mean does not have the gradient's norm",
+        wanted=f"no gradient clipping with the exchange `{method_name(wrong)}`, whose mean does not have the "
+        "gradient's norm",
         got=f"{clip_key} {clip:g}",
         do=f"set {clip_key} to 0",
         key=key,
     )
 
 
-def _name(method: Exchange) -> str:
+def method_name(method: Exchange) -> str:
     """Return the method's name, that of its file."""
     return type(method).__module__.rpartition(".")[2]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gossamer.exchange import Exchange, nested
 from gossamer.exchange.static_mask import StaticMask
-from gossamer.recipe.conflicts.exchange import exchange_told
+from gossamer.recipe.conflicts.exchange import exchange_told, method_name
 from gossamer.recipe.recipe import OPTIMIZER, Recipe
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges, told
@@ -56,6 +57,35 @@ def states_with_local_updates(recipe: Recipe) -> BadInput | None:
         got=f"plan.sync {told(recipe.plan.sync)}",
         do="set plan.sync to every_step, or train.optimizer to adamw",
         key=OPTIMIZER,
+    )
+
+
+def exchange_with_local_updates(recipe: Recipe) -> BadInput | None:
+    """Apply `shared_states_apart` to the islands of the plan, as far as they are known."""
+    loop = recipe.sync.loop
+    return None if loop is None else shared_states_apart(loop, recipe.plan.islands, recipe.exchanges)
+
+
+def shared_states_apart(
+    loop: OuterLoopConfig, islands: Sequence[Sequence[int]], exchanges: Sequence[Exchange]
+) -> BadInput | None:
+    """Return an error for a gradient exchange that serves the same ranks only, where other ones meet in local steps.
+
+    What all ranks knew of their mean would stay in the means of islands, and what islands have learnt since would keep
+    the ranks from agreeing on the next mean of all.
+    """
+    met = [one for outer in exchanges for one in nested(outer.for_island())]
+    wrong = next((one for one in met if one.needs_same_ranks), None)
+    are_alike = len(islands) == 1 or all(len(island) == 1 for island in islands)  # the same mean, or none to learn from
+    if wrong is None or not loop.warmup.steps or are_alike:
+        return None
+    return bad_input(
+        wanted="local updates from the first step on, or islands of one rank each, with an exchange whose state belongs"
+        " to one group of ranks",
+        got=f"{method_name(wrong)} in synchronous steps and inside the islands {[list(island) for island in islands]}",
+        do="write error_feedback in its place, e.g. {error_feedback: {topk: {fraction: 0.01}}}, or set the synchronous "
+        "steps of plan.sync (warmup_steps, var_freeze_step) to 0",
+        key="plan.exchange",
     )
 
 
