@@ -22,11 +22,11 @@ from torch.utils.data import Dataset
 import gossamer
 from gossamer import sharding
 from gossamer.comm.bucket import Layout
-from gossamer.comm.channel import Channel, Pending
 from gossamer.comm.channel.local import LocalChannel
 from gossamer.comm.comm_thread import CommStep
 from gossamer.comm.message import ProcessGroups
 from gossamer.partition.plan_file import make_plan
+from gossamer.run import tiers as run_tiers
 from gossamer.run.tiers import _check_disks
 from gossamer.sharding import (
     RowPartition,
@@ -406,31 +406,20 @@ def test_a_rank_that_waits_for_weights_in_vain_says_what_it_waited_for() -> None
         UnitUnderWay(read, step, "layers.3").result()
 
 
-def rows_of_disks(rows: list[list[float]]) -> Channel:
-    """A channel over which ranks have said these rows."""
-
-    class Said(Pending):
-        def wait(self) -> tuple[Tensor, ...]:
-            return (torch.tensor(rows, dtype=torch.float64),)
-
-    channel = LocalChannel.world(len(rows))[1]
-    channel.start = lambda message: Said()  # type: ignore[method-assign]
-    return channel
-
-
-def test_files_of_ranks_that_share_a_disk_must_fit_it_together(tmp_path: Path) -> None:
+def test_files_of_ranks_that_share_a_disk_must_fit_it_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row: disk, size of the file, of the one that is there, and what is free."""
-    _check_disks(rows_of_disks([[5, 60, 0, 130], [5, 60, 0, 125], [6, 60, 0, 60]]), tmp_path, 60)
-    _check_disks(rows_of_disks([[5, 60, 40, 50], [5, 60, 30, 50]]), tmp_path, 60)
-    for rows, said in (
-        (
-            [[5, 60, 0, 110], [6, 60, 0, 60], [5, 60, 0, 119]],
-            r"120 B for .* of ranks 0, 2, which share a disk, got 110",
-        ),
-        ([[5, 60, 0, 60], [6, 60, 0, 59]], r"60 B for .* of rank 1, got 59 B free"),
-    ):
-        with pytest.raises(BadInput, match=said):
-            _check_disks(rows_of_disks(rows), tmp_path, 60)
+
+    def check(*rows: list[float]) -> None:
+        said = torch.tensor(rows, dtype=torch.float64)
+        monkeypatch.setattr(run_tiers, "gathered", lambda channel, row: said)
+        _check_disks(LocalChannel.world(len(rows))[1], tmp_path, 60)
+
+    check([5, 60, 0, 130], [5, 60, 0, 125], [6, 60, 0, 60])
+    check([5, 60, 40, 50], [5, 60, 30, 50])
+    with pytest.raises(BadInput, match=r"120 B for .* of ranks 0, 2, which share a disk, got 110"):
+        check([5, 60, 0, 110], [6, 60, 0, 60], [5, 60, 0, 119])
+    with pytest.raises(BadInput, match=r"60 B for .* of rank 1, got 59 B free"):
+        check([5, 60, 0, 60], [6, 60, 0, 59])
     assert disk_number(tmp_path / "nothing" / "yet") == disk_number(tmp_path) < 2**48
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import BinaryIO
 
@@ -13,7 +14,8 @@ _PIECE_BYTES = 65536
 class Tee:
     """A copier of pipe output to a log file and to the file descriptor `onward`.
 
-    An `onward` that cannot be written any more (a closed pager) is dropped; the log goes on.
+    An `onward` that cannot be written any more (a closed pager) is dropped; the log goes on. What a log cannot take (a
+    full disk) is not in it, and the run goes on.
     """
 
     def __init__(self, loop: EventLoop, source: BinaryIO, *, log: BinaryIO, onward: int) -> None:
@@ -38,8 +40,9 @@ class Tee:
             data = os.read(self._source.fileno(), _PIECE_BYTES)
         except BlockingIOError:
             return False
-        self._log.write(data)
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.write(data)
+            self._log.flush()
         if self._onward is not None:
             try:
                 _write_all(self._onward, data)
