@@ -41,6 +41,14 @@ def test_a_link_that_ten_segments_fill_loses_nothing() -> None:
     assert restart_s(0.0, 1e9) == 0.0
 
 
+def test_the_farthest_rank_is_told_where_most_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A latency is the median over pairs, and a hop waits for all."""
+    monkeypatch.setattr(slow_start, "begins_slowly", lambda: True)
+    links = Network(islands=((0,),), levels={"all": Link(latency_s=1e-4, bytes_per_s=7e7, hop_s=5e-2)})
+    (channel,) = LocalChannel.world(1, patience_s=60.0)
+    assert "up to 0.35 s longer" in told(channel, links, 1.0)
+
+
 @pytest.mark.parametrize(
     ("slow", "latency_s", "compute_s", "said"),
     [

@@ -10,7 +10,7 @@ from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
-_LEAST_STEPS = 10  # of a window that others are compared with
+_LEAST_STEPS = 10  # of a window that others are compared with: a run may begin shortly before an interval ends
 _DRIFT = 2.0  # factor of change that triggers a new choice
 _LEAST_SHARE = 0.05  # of the time that waits for messages: where it is less, the waiting is noise
 _STEADY = 0.05  # fraction by which windows of the same steps differ in time
@@ -68,14 +68,17 @@ class BandwidthMonitor:
     _last: int = 0  # the change that the window before has shown
 
     def due(self, step: int) -> bool:
-        """Return whether the bandwidth is to be checked after `step`. Call it after every step: it times them."""
+        """Return whether the bandwidth is to be checked after `step`. Call it after every step: it times them.
+
+        A first window grows until it has enough steps.
+        """
         if not self.active:
             return False
         now, before = time.perf_counter(), self._ended_s
         self._ended_s = now
         if before:
             self.steps_s.append(now - before)
-        return step % self.every == 0
+        return step % self.every == 0 and (self.first is not None or len(self.steps_s) >= _LEAST_STEPS)
 
     def window(self, pump: CommThread) -> BandwidthWindow:
         """End this window, begin the next, and return that of the rank that waits least. All ranks call it.
@@ -87,12 +90,9 @@ class BandwidthMonitor:
         return min((BandwidthWindow(*row) for row in rows), key=lambda window: window.waited_s)
 
     def drifted(self, window: BandwidthWindow) -> bool:
-        """Return whether two windows running differ alike from the first one, which this call sets if there is none.
-
-        That one has ten steps at least: a run may begin, and exchanges may change, shortly before an interval ends.
-        """
+        """Return whether two windows running differ alike from the first one, which this call sets if there is none."""
         if self.first is None:
-            self.first = window if window.steps >= _LEAST_STEPS else None
+            self.first = window
             return False
         before, self._last = self._last, window.drift_from(self.first)
         return self._last != 0 and self._last == before

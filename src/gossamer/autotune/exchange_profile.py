@@ -21,6 +21,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
+from gossamer.exchange.islands.island_share import IslandShare
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
@@ -430,13 +431,17 @@ def _traffic(
 ) -> dict[int, tuple[Traffic, ...]]:
     """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones.
 
-    Of ranks in islands those of the smallest one too: any of them may be the only one that owns a part of the bucket.
+    Between islands also those of the smallest one that own a part of the bucket, which may be one in its midst.
     """
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
-    some = sorted({*everyone[:half], *everyone[-half:], *levels.smallest_island})
-    asked = everyone if len(everyone) <= _SAMPLED_RANKS else some
-    return {r: exchange.expected_traffic(where, levels, r, occupied) for r in asked}
+    asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
+    found = {r: exchange.expected_traffic(where, levels, r, occupied) for r in asked}
+    if len(everyone) > _SAMPLED_RANKS and any(one.level == "between" for one in found[everyone[0]]):
+        island = levels.smallest_island
+        owners = [r for r, run in zip(island, IslandShare.of(where, levels, island[0]).runs, strict=True) if run.numel]
+        found |= {r: exchange.expected_traffic(where, levels, r, occupied) for r in owners if r not in found}
+    return found
 
 
 def _wire_seconds(exchange: Exchange, where: Layout, levels: ProcessGroups, links: Network) -> float:

@@ -11,7 +11,7 @@ from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.update_time import update_seconds
 from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.message import ProcessGroups
-from gossamer.comm.row_gather import gather_rounds
+from gossamer.comm.row_gather import gather_hops
 from gossamer.optimizer import Optimizer
 from gossamer.plan import gather_wait_seconds
 from gossamer.recipe import PlanMethods
@@ -49,7 +49,7 @@ class StepRemainder:
         return StepRemainder(shapes, float(gathered(channel, [mine]).max()), walk)
 
     def added(self, cost: Cost, methods: PlanMethods, basis: ChoiceBasis, levels: ProcessGroups) -> Cost:
-        """Return a step's `cost` with its seconds: of the update, with the hops in which ranks agree, and of waiting.
+        """Return a step's `cost` with the seconds of the update, and the waits for rows and for the ranks' agreement.
 
         `methods`: the plan's, for the step's buckets and sharding; `basis`: what its exchanges were chosen by.
         """
@@ -57,6 +57,8 @@ class StepRemainder:
         waited_s = gather_wait_seconds(
             methods, shapes, levels, links, price=basis.price, compute_s=cost.compute_s, walk=self.walk
         )
-        update_s = self.update_s + gather_rounds(len(levels.everyone)) * links.levels["all"].hop_s
-        times = {"exposed_s": cost.exposed_s + waited_s, "update_s": update_s}
-        return cost.model_copy(update={**times, "step_s": cost.step_s + waited_s + update_s})
+        far, near = gather_hops(levels, levels.whole, levels.everyone[0])
+        near_link = links.levels.get("island", links.levels["all"])
+        waited_s += far * links.levels["all"].hop_s + near * near_link.hop_s
+        times = {"exposed_s": cost.exposed_s + waited_s, "update_s": self.update_s}
+        return cost.model_copy(update={**times, "step_s": cost.step_s + waited_s + self.update_s})

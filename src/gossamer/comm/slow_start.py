@@ -43,7 +43,9 @@ def told(channel: Channel, links: Network, compute_s: float) -> str:
     which call it together.
     """
     lost_s, trip_s = max(
-        (restart_s(2 * one.latency_s, one.bytes_per_s), 2 * one.latency_s) for one in links.levels.values()
+        (restart_s(trip_s, link.bytes_per_s), trip_s)
+        for link in links.levels.values()
+        for trip_s in (max(2 * link.latency_s, link.hop_s),)  # the latency is a median: the farthest may be few
     )
     rows = gathered(channel, [float(begins_slowly()), compute_s])
     ranks = [rank for rank, is_slow in zip(channel.levels.everyone, rows[:, 0].tolist(), strict=True) if is_slow]

@@ -181,7 +181,5 @@ build = REGISTRY.build
 def nested(exchange: Exchange) -> Iterator[Exchange]:
     """Yield an exchange and all exchanges in it, at any depth."""
     yield exchange
-    for one in fields(exchange):  # type: ignore[arg-type]
-        inner = getattr(exchange, one.name)
-        if isinstance(inner, Exchange):
-            yield from nested(inner)
+    for inner in exchange.parts:
+        yield from nested(inner)

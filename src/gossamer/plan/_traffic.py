@@ -10,7 +10,7 @@ import torch
 from gossamer.comm.bucket import Layout
 from gossamer.comm.channel.counting import CountingChannel
 from gossamer.comm.message import Collective, ProcessGroups, Traffic
-from gossamer.comm.row_gather import traffic_of_rows
+from gossamer.comm.row_gather import row_traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec import Codec
 from gossamer.optimizer import Optimizer
@@ -33,8 +33,7 @@ from gossamer.sync import OuterLoopConfig, StatusExchange, ZerothOrderConfig, bu
 def agreement(levels: ProcessGroups, level: str, rank: int) -> Iterator[Traffic]:
     """Yield the gathers of a step's votes over the ranks at `level`: every rank's weight before, its vote after."""
     for numbers in (1, 5):
-        mine = torch.empty(numbers, dtype=torch.float64, device="meta")
-        yield from traffic_of_rows(mine, levels.group(level, rank), rank, level)
+        yield from row_traffic(numbers, 8, levels, level, rank)
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -146,7 +145,7 @@ def word_bytes(loop: OuterLoopConfig, levels: ProcessGroups) -> dict[str, int]:
 
 def probe_bytes(probe: ZerothOrderConfig, levels: ProcessGroups) -> dict[str, int]:
     """Return the payload bytes per link of a zeroth-order step."""
-    return by_link(levels, lambda rank: (*agreement(levels, levels.whole, rank), probe.traffic(levels)))
+    return by_link(levels, lambda rank: (*agreement(levels, levels.whole, rank), *probe.traffic(levels, rank)))
 
 
 def by_link(levels: ProcessGroups, sent: Callable[[int], Iterable[Traffic]]) -> dict[str, int]:

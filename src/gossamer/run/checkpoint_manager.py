@@ -62,7 +62,7 @@ class CheckpointManager:
         """Copy the state to a staging buffer and return; the store writes it in the background.
 
         Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
-        with a warning; with `last` the call waits instead (all ranks call `wait_for_writes` before it).
+        with a warning; with `last` the call waits instead (in training all ranks call `wait_for_writes` before it).
         """
         meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)

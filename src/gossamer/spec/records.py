@@ -70,7 +70,7 @@ class Step(Record):
     grad_norm: float
     step_s: float
     compute_s: float
-    exposed_s: float  # exposed communication: waited after the backward pass
+    exposed_s: float  # exposed communication: waited for means, and for the ranks to agree on the step
     wire_bytes: dict[str, int]  # bytes this rank sent, by link
     peak_bytes: int  # largest resident memory of this rank so far
     data_s: float = 0.0

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from gossamer.comm.bucket import Layout, as_float, partition
-from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.comm.row_gather import row_traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.codec.fp8 import Fp8
 from gossamer.exchange.dense import Dense
@@ -27,10 +28,11 @@ def traffic_of_round(
     bucket_bytes: int,
 ) -> tuple[Traffic, ...]:
     """Return the messages `rank` sends in `loop.cycle` steps, without gradients, weights, votes and status."""
-    found = [Traffic(Collective.GATHER, 2, 8)] * (loop.cycle if loop.step_exchange is not None else 0)
+    of_step, of_round = (tuple(row_traffic(numbers, 8, levels, levels.whole, rank)) for numbers in (2, 4))
+    found = list(of_step) * (loop.cycle if loop.step_exchange is not None else 0)
     full, of_squares = among_all(Dense(), levels, keeps=False), exchange_of_second_moments(levels)
     for fragment in exchanges_of_round(loop, params, levels, units=units, bucket_bytes=bucket_bytes):
-        found += [Traffic(Collective.GATHER, 4, 8)] * loop.rounds
+        found += of_round * loop.rounds
         for layout, exchange in fragment:
             rounds = [full if loop.meets_in_full(number) else exchange for number in range(loop.rounds)]
             rounds += [of_squares] * (

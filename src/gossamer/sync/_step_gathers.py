@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from gossamer.comm.comm_thread import CommStep, CommThread
-from gossamer.comm.message import ExchangeState, Message, Outcome, ProcessGroups
+from gossamer.comm.message import ProcessGroups
 from gossamer.comm.row_gather import gather_rounds, gather_rows
 from gossamer.sync._step_vote import GradientReport, StepAgreement, StepBallot, StepContext, StepVote, row_of
 from gossamer.sync._timing import Timing
@@ -38,7 +38,7 @@ class StepGathers:
         self.window, self._weights = window, None
         self._weighing = self._pump.begin((self._rounds(self._voting),))
         mine = torch.tensor((window.weight,), dtype=torch.float64)
-        self._weighing.submit(0, self._gather(mine, self._voting))
+        self._weighing.submit(0, gather_rows(mine, self.levels, self._voting, self.rank))
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -116,12 +116,8 @@ class StepGathers:
         """Gather each tensor over the ranks at `level`, all of them at once, and return them stacked."""
         step = self._pump.begin((self._rounds(level),) * len(mine))
         for job, tensor in enumerate(mine):
-            step.submit(job, self._gather(tensor, level))
+            step.submit(job, gather_rows(tensor, self.levels, level, self.rank))
         return [step.result(job).mean for job in range(len(mine))]
 
     def _rounds(self, level: str) -> int:
-        return gather_rounds(len(self.levels.group(level, self.rank)))
-
-    def _gather(self, mine: Tensor, level: str) -> Generator[Message, tuple[Tensor, ...], Outcome]:
-        rows = yield from gather_rows(mine, self.levels.group(level, self.rank), self.rank, level)
-        return Outcome(rows, None, ExchangeState())
+        return gather_rounds(self.levels, level, self.rank)

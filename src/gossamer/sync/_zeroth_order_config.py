@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gossamer.comm.message import Collective, ProcessGroups, Traffic
+from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.comm.row_gather import row_traffic
 from gossamer.spec.errors import bad_input
 
 
@@ -35,6 +37,6 @@ class ZerothOrderConfig:
                 key="epsilon",
             )
 
-    def traffic(self, levels: ProcessGroups) -> Traffic:
-        """Return the message a rank sends in a step, without its weight and its vote."""
-        return Traffic(Collective.GATHER, self.directions, 1, levels.whole)
+    def traffic(self, levels: ProcessGroups, rank: int) -> Iterator[Traffic]:
+        """Yield the messages a rank sends in a step, without its weight and its vote."""
+        yield from row_traffic(self.directions, 1, levels, levels.whole, rank)

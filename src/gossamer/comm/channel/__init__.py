@@ -60,15 +60,8 @@ def gathered(channel: Channel, row: Sequence[float]) -> Tensor:
 
     All ranks call it, while no step of the communication thread is in flight.
     """
-    mine, whole = torch.tensor(row, dtype=torch.float64), channel.levels.whole
-    method = gather_rows(mine, channel.levels.group(whole, channel.rank), channel.rank, whole)
-    try:
-        message = next(method)
-        while True:
-            message = method.send(channel.start(message).wait())
-    except StopIteration as end:
-        rows: Tensor = end.value
-        return rows
+    mine = torch.tensor(row, dtype=torch.float64)
+    return carry(channel, gather_rows(mine, channel.levels, channel.levels.whole, channel.rank)).mean
 
 
 def carry(channel: Channel, method: Rounds) -> Outcome:

@@ -163,9 +163,10 @@ def priced(
 ) -> tuple[tuple[PricedMessage, ...], int]:
     """Return the prices of an exchange's messages, and the bytes of the rank that sends most.
 
-    `per_rank`: the messages of every rank, or of some that send or receive as much as any and of all of the smallest
-    island. All ranks send at the same time; the rank that sends or receives most counts, between islands with what the
-    others of its island leave it of the way out. `price`: what a message takes of a rank's processors.
+    `per_rank`: the messages of every rank, or of some that send or receive as much as any, and of all of the smallest
+    island that send anything to others. All ranks send at the same time; the rank that sends or receives most counts,
+    between islands with what the others of its island leave it of the way out. `price`: what a message takes of a
+    rank's processors.
     """
     found, rounds = list[PricedMessage](), len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
@@ -176,7 +177,7 @@ def priced(
         one, most = per_rank[busiest][turn], larger[busiest]  # a rank that has nothing to send may send it in its way
         link = links.levels.get(one.level) or links.levels["all"]
         island = levels.smallest_island if one.level == _BETWEEN else ()
-        busy_s = link.shared_seconds([larger[r] for r in island]) if island else most / link.bytes_per_s
+        busy_s = link.shared_seconds([larger.get(r, 0) for r in island]) if island else most / link.bytes_per_s
         ranks = max(len(group) for group in levels.groups[one.level])
         latency_s, where = link.hop_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
         hops = hop_count(one.combine, ranks)

@@ -90,7 +90,7 @@ class SavedExchanges(Stateful):
         if anew := [name for name in unlike if name not in owners]:
             told.append(
                 f"what exchanges know of the mean of {_some(anew)} starts anew on all ranks: "
-                "other ranks averaged it before, or not every rank has it stored"
+                "other ranks averaged it before, not every rank has it stored, or an earlier version saved it"
             )
         return "; ".join(told)
 
