@@ -12,6 +12,7 @@ import yaml
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.adaptive_compression import uplinks_downlinks_of
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
+from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.spec.network import Link, Network
 from gossamer.spec.plan import MeshSizes, Plan
@@ -154,11 +155,11 @@ def test_a_run_that_broke_before_its_choice_was_saved_goes_on_with_the_choice(po
 def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
     """What drifted links bring about, too: around dense, feedback pays what is owed, and stays."""
     kept, module = [], torch.nn.Linear(3, 2)
-    channel = SimpleNamespace(levels=ProcessGroups.flat(2))
+    channel = LoopbackChannel(0, ProcessGroups.flat(2))
     exchanger = ExchangeSelector(
         engine=SimpleNamespace(module=module),
         feed=None,
-        pump=SimpleNamespace(channel=channel),
+        pump=SimpleNamespace(channel=channel, busy_s=0.0),
         run=SelectionSettings(lossy=True, steps=100),
         plan=Plan(
             mesh=MeshSizes(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD

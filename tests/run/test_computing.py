@@ -64,7 +64,7 @@ def test_the_schedule_is_of_the_steps_that_are_made(tmp_path: Path) -> None:
     """A clock that goes one second per look: the rate falls to its floor in the last step."""
     with patch("gossamer.run.trainer.time.perf_counter", iter(range(10**6)).__next__):
         directory = run_alone(
-            parts_of(Net(), steps=400, seconds=700.0, lr_schedule={"cosine": {"warmup": 0, "min_lr_factor": 0.1}}),
+            parts_of(Net(), steps=400, seconds=600.0, lr_schedule={"cosine": {"warmup": 0, "min_lr_factor": 0.1}}),
             tmp_path,
         )
     steps = told(tmp_path, "step")
