@@ -63,7 +63,7 @@ def _arrivals(
     arrived: dict[int, tuple[Peer, JoinRequest]] = {}
     began_s = reminded_s = time.monotonic()
     where = f"{call.address}:{call.port}"
-    while len(arrived) < call.hosts - 1:
+    while len(_present(arrived)) < call.hosts - 1:
         missing = ", ".join(str(h) for h in range(1, call.hosts) if h not in arrived)
         now_s = time.monotonic()
         if now_s - began_s > call.within_s:
@@ -86,9 +86,7 @@ def _arrivals(
         except (PeerLost, WireMismatch):
             connection.close()  # somebody else's, or a port scan
             continue
-        if hello.host in arrived and arrived[hello.host][0].is_gone:  # it was ended meanwhile, and comes back
-            arrived.pop(hello.host)[0].socket.close()
-        if not 1 <= hello.host < max(call.hosts, hello.hosts) or hello.host in arrived:
+        if not 1 <= hello.host < max(call.hosts, hello.hosts) or hello.host in _present(arrived):
             wrong = "another host has that number" if hello.host in (0, *arrived) else f"there are {call.hosts} hosts"
             text = (
                 f"{hello.hostname} was started with --node-rank {hello.host}, but {wrong}: give every host a "
@@ -97,6 +95,13 @@ def _arrivals(
             _refuse({-1: peer, **{h: p for h, (p, _) in arrived.items()}}, text)
         arrived[hello.host] = (peer, hello)
     return dict(sorted(arrived.items()))
+
+
+def _present(arrived: dict[int, tuple[Peer, JoinRequest]]) -> dict[int, tuple[Peer, JoinRequest]]:
+    """Take the hosts away that were ended meanwhile, which may come back, and return what is left."""
+    for host in [host for host, (peer, _) in arrived.items() if peer.is_gone]:
+        arrived.pop(host)[0].socket.close()
+    return arrived
 
 
 def _welcome(
