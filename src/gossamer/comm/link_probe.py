@@ -146,13 +146,17 @@ class _Survey:
         home = {rank: number for number, island in enumerate(islands) for rank in island}
         is_near = {pair: home[pair[0]] == home[pair[1]] for pair in self.latency_s}
         near, far = ([s for pair, s in self.latency_s.items() if is_near[pair] is same] for same in (True, False))
-        patterns = {"island": (near, _inside(self.channel, islands)), "between": (far, _across(self.channel, islands))}
+        owners = min(map(len, islands))
+        patterns = {
+            "island": (near, _inside(self.channel, islands)),
+            "between": (far, _across(self.channel, islands, owners)),
+        }
         found = {
             level: _link(latencies_s, pattern_reading(self.channel, pattern, level=level))
             for level, (latencies_s, pattern) in patterns.items()
         }
-        if min(map(len, islands)) > 1:
-            alone = pattern_reading(self.channel, _across(self.channel, islands, owners=1), level="between")
+        if owners > 1:
+            alone = pattern_reading(self.channel, _across(self.channel, islands, 1), level="between")
             found["between"] = found["between"].model_copy(update={"alone_bytes_per_s": alone.bytes_per_s})
         longest_s = max(overall.latency_s, found["between"].latency_s)
         hop_s = max(overall.hop_s, found["between"].hop_s)
@@ -184,13 +188,13 @@ def _inside(channel: Channel, islands: Groups) -> Pattern:
     return _next_of(channel, mine)
 
 
-def _across(channel: Channel, islands: Groups, owners: int | None = None) -> Pattern:
-    """Return the pattern in which the k-th rank of every island sends to the k-th of the next, where all have one.
+def _across(channel: Channel, islands: Groups, owners: int) -> Pattern:
+    """Return the pattern in which the k-th rank of every island sends to the k-th of the next, for the first `owners`.
 
-    `owners`: so many ranks of an island send, the first ones.
+    All islands have so many ranks.
     """
     place = next(island.index(channel.rank) for island in islands if channel.rank in island)
-    if place >= (min(map(len, islands)) if owners is None else owners):
+    if place >= owners:
         return Pattern((), ())
     return _next_of(channel, [island[place] for island in islands])
 

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 from gossamer.comm.channel import Channel, gathered
-from gossamer.spec.network import Network
+from gossamer.spec.network import Link, Network
 
 SWITCH = "net.ipv4.tcp_slow_start_after_idle"
 _SETTINGS = Path("/proc/sys")
@@ -42,11 +42,7 @@ def told(channel: Channel, links: Network, compute_s: float) -> str:
     `compute_s`: what a step computes on this rank, and so the longest that its links may rest. The same on all ranks,
     which call it together.
     """
-    lost_s, trip_s = max(
-        (restart_s(trip_s, link.bytes_per_s), trip_s)
-        for link in links.levels.values()
-        for trip_s in (max(2 * link.latency_s, link.hop_s),)  # the latency is a median: the farthest may be few
-    )
+    lost_s, trip_s = max((restart_s(_trip_s(link), link.bytes_per_s), _trip_s(link)) for link in links.levels.values())
     rows = gathered(channel, [float(begins_slowly()), compute_s])
     ranks = [rank for rank, is_slow in zip(channel.levels.everyone, rows[:, 0].tolist(), strict=True) if is_slow]
     if not ranks or lost_s < _WORTH_TELLING_S or float(rows[:, 1].max()) < _TIMEOUT_S + trip_s:
@@ -56,6 +52,11 @@ def told(channel: Channel, links: Network, compute_s: float) -> str:
         f"after a pause of {_TIMEOUT_S + trip_s:.2f} s TCP sends slowly again: a step's first messages take up to "
         f"{lost_s:.2f} s longer. To avoid that, run `sysctl -w {SWITCH}=0` as root on {where}"
     )
+
+
+def _trip_s(link: Link) -> float:
+    """Return the round trip of the farthest ranks: a latency is the median over pairs, and a hop waits for all."""
+    return max(2 * link.latency_s, link.hop_s)
 
 
 def _said(settings: Path, switch: str) -> str:

@@ -174,7 +174,7 @@ def priced(
         moved = {rank: _moved(traffic[turn], levels, rank) for rank, traffic in per_rank.items()}
         larger = {rank: max(ways) for rank, ways in moved.items()}
         busiest = max(larger, key=larger.__getitem__)
-        one, most = per_rank[busiest][turn], larger[busiest]  # a rank that has nothing to send may send it in its way
+        one, most = per_rank[busiest][turn], larger[busiest]  # a rank that owns nothing has messages of another kind
         link = links.levels.get(one.level) or links.levels["all"]
         island = levels.smallest_island if one.level == _BETWEEN else ()
         busy_s = link.shared_seconds([larger.get(r, 0) for r in island]) if island else most / link.bytes_per_s

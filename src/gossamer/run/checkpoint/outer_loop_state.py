@@ -81,7 +81,7 @@ class OuterLoopState(Stateful):
 
     def _other_fragments(self, source: StateSource) -> str:
         """Return that the stored fragments are more or fewer than those of this run, "" if they are as many."""
-        there, here = (sum(name.startswith("outer/counts/") for name in source.names()), len(self.apart.fragments))
+        there, here = sum(n.startswith("outer/counts/") for n in source.names()), len(self.apart.fragments)
         if not (self.is_apart and was_apart(source)) or there == here:
             return ""
         return f"{_other_loop(source)}: wanted {there} in plan.sync.fragments, got {here}; {_AS_SAVED}"
