@@ -34,7 +34,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice, product
+from itertools import accumulate, chain, islice, product
 from multiprocessing import get_context
 from random import Random
 from types import SimpleNamespace
@@ -229,12 +229,12 @@ def at_random(seed: int) -> Iterator[dict[str, Any]]:
     rng = Random(seed)
     while True:
         one = draw(rng)
-        params, size = {n: torch.empty(shape) for n, shape in one.model.shapes.items()}, one.ranks // one.islands
+        params, ends = {n: torch.empty(shape) for n, shape in one.model.shapes.items()}, [*accumulate(one.islands)]
         shape = Shape(params, one.model.compute_s, one.model.costs)
-        islands = tuple(tuple(range(at, at + size)) for at in range(0, one.ranks, size))
-        has_islands = one.islands > 1
+        islands = tuple(tuple(range(end - size, end)) for size, end in zip(one.islands, ends, strict=True))
+        has_islands = len(islands) > 1
         candidates = across_islands(CANDIDATES) if has_islands else CANDIDATES
-        groups = ProcessGroups.islands(islands) if has_islands else ProcessGroups.flat(one.ranks)
+        groups = ProcessGroups.islands(islands) if has_islands else ProcessGroups.flat(ends[-1])
         profile, made = replace(profiled(shape, CANDIDATES), pump=pump_of(groups)), dict[Any, Any]()
         for links in one.links:
             far = network.Link(latency_s=links.latency_s, bytes_per_s=links.rate / 8)
@@ -245,7 +245,7 @@ def at_random(seed: int) -> Iterator[dict[str, Any]]:
             for lossy in (True, False):
                 numel = sum(p.numel() for p in params.values())
                 row: dict[str, Any] = {"model": one.model.kind, "tensors": len(params), "numel": numel}
-                row |= {"ranks": one.ranks, "islands": one.islands, "rate": links.rate, "latency_s": links.latency_s}
+                row |= {"ranks": ends[-1], "islands": [*one.islands], "rate": links.rate, "latency_s": links.latency_s}
                 row |= {"near": list(links.near)} if has_islands else {}
                 yield row | {"speedup": links.speedup, "lossy": lossy} | point.measured(lossy=lossy)
 
@@ -376,13 +376,14 @@ class Point:
         if key not in self.made:
             self.made[key] = self._messages(exchange, where)
         messages = self.made[key]
-        turns_s = self.profile.encode_times(candidate, exchange).of(where.numel, len(messages) + 1)
+        turns_s = self.profile.turn_seconds(candidate, exchange, where, len(messages) + 1)
         starts_s = (*(PRICE.of(one.nbytes) for one in messages), 0.0)  # on the host, however fast the device
         return Job(ready_s, tuple(s / self.speedup + own for s, own in zip(turns_s, starts_s, strict=True)), messages)
 
     def _messages(self, exchange: Exchange, where: Layout) -> tuple[Message, ...]:
         levels = self.profile.pump.channel.levels
-        peers = levels.groups["island"][0] if "island" in levels.groups else (0,)  # of whom some own more to send on
+        by_size = sorted(levels.groups.get("island", ((0,),)), key=len)
+        peers = {*by_size[0], *by_size[-1], *min(by_size)}  # of whom some own more to send on, and rank 0 is a hub
         each = [[message_of(one, levels, rank) for one in exchange.traffic(where, levels, rank)] for rank in peers]
         return tuple(max(turn, key=lambda one: one.nbytes) for turn in zip(*each, strict=True))
 

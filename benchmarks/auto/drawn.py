@@ -1,7 +1,8 @@
 """Draw models, ranks and links at random, to compare `auto` with uniform settings on points that nobody has chosen.
 
 It shares no code with gossamer. Ranks, rates, latencies and speedups are drawn evenly in their logarithms; a rank count
-is as often a power of two as not. A third of the draws have islands of several ranks, whose own links are faster.
+is as often a power of two as not. A third of the draws have islands of several ranks, whose own links are faster; half
+of these have islands of several sizes.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A model on some ranks, and several kinds of links between them. `islands`: 1 where all links are alike."""
+    """A model on some ranks, and several kinds of links between them.
+
+    `islands`: the ranks of each; one of all of them where all links are alike.
+    """
 
     model: Model
-    ranks: int
-    islands: int
+    islands: tuple[int, ...]
     links: tuple[Links, ...]
 
 
 def draw(rng: Random) -> Draw:
     """Return one draw."""
-    islands, ranks = 1, _ranks(rng, 1024)
+    islands: tuple[int, ...] = (_ranks(rng, 1024),)
     if rng.random() < 1 / 3:
-        islands = _ranks(rng, 32)
-        ranks = islands * rng.choice((2, 3, 4, 8))
-    return Draw(model(rng), ranks, islands, tuple(_links(rng) for _ in range(LINKS)))
+        sizes = (2, 3, 4, 8) if rng.random() < 0.5 else (rng.choice((2, 3, 4, 8)),)
+        islands = tuple(rng.choice(sizes) for _ in range(_ranks(rng, 32)))
+    return Draw(model(rng), islands, tuple(_links(rng) for _ in range(LINKS)))
 
 
 def model(rng: Random) -> Model:

@@ -154,6 +154,57 @@ def test_hosts_are_islands_where_only_their_own_links_are_fast(on) -> None:
     assert {one.islands for one in on(24, links, lambda channel: probe(channel, hosts=hosts))} == {tuple(hosts)}
 
 
+@dataclass
+class SharedLinks(Links):
+    """Links of hosts whose ranks share one way out, of which one rank by itself has all."""
+
+    host: int = 1  # ranks of each
+
+    def together(self, channel: LocalChannel, pattern: Pattern, nbytes: int) -> float:
+        me, ranks, alone_s = place_of(channel), len(channel.levels.everyone), super().together(channel, pattern, nbytes)
+        mine, shifts = me // self.host, [peer - me for peer in pattern.to]
+
+        def crosses(rank: int) -> bool:
+            return any((rank + shift) % ranks // self.host != mine for shift in shifts)
+
+        if nbytes == 1 or not crosses(me):
+            return alone_s
+        return alone_s * sum(map(crosses, range(mine * self.host, (mine + 1) * self.host)))
+
+
+def test_hosts_whose_ranks_share_a_way_out_are_islands(on) -> None:
+    """Two ranks reach each other as fast across hosts as inside one, as long as no other sends."""
+    hosts = [tuple(range(10)), tuple(range(10, 20))]
+    shared, own = SharedLinks(lambda a, b: FAST, host=10), Links(lambda a, b: FAST)
+    for links, islands in ((shared, tuple(hosts)), (own, (tuple(range(20)),))):
+        assert {one.islands for one in on(20, links, lambda channel: probe(channel, hosts=hosts))} == {islands}
+
+
+def test_a_ring_is_measured_as_a_ring(on) -> None:
+    """Of each host's four ranks one has its next on the other host, and the way out by itself."""
+    for network in on(8, SharedLinks(lambda a, b: FAST, host=4), lambda channel: probe(channel, seeks_islands=False)):
+        link = network.levels["all"]
+        assert link.bytes_per_s == pytest.approx(2.5e8, rel=0.1) and link.ring_bytes_per_s == pytest.approx(
+            1e9, rel=0.1
+        )
+
+
+@pytest.mark.parametrize("latency_s", [1e-3, 0.1])
+def test_pairs_of_far_ranks_are_measured_with_few_messages(on, latency_s: float) -> None:
+    """What all ranks send together says with how many bytes a pair begins: its readings are two, and few are more."""
+    link = Link(latency_s=latency_s, bytes_per_s=4e6, hop_s=2 * latency_s)
+    counted = {}
+
+    def survey(channel: LocalChannel) -> Network:
+        network = probe(channel)
+        counted[channel.rank] = channel.meter.messages
+        return network
+
+    assert {one.islands for one in on(8, Links(lambda a, b: link), survey)} == {(tuple(range(8)),)}
+    gathers = max(counted.values()) / math.log2(8)
+    assert gathers < 7 * (1 + 2 * 2) + 40, "seven rounds of a latency and two readings each way, and those of all"
+
+
 def test_hosts_must_hold_every_rank_once(on) -> None:
     with pytest.raises(BadInput, match=r"every one of 3 ranks once, got \[\[0, 1\]\]"):
         on(3, Links(sites(3)), lambda channel: probe(channel, hosts=[(0, 1)]))

@@ -307,6 +307,35 @@ def test_a_rank_alone_has_the_way_that_its_island_shares(alone: float, seconds: 
     assert found == pytest.approx(seconds, rel=1e-4)
 
 
+@pytest.mark.parametrize(("inter", "seconds"), [("star", 8.0), ("recursive_doubling", 6.0)])
+def test_between_unequal_islands_the_one_that_sends_most_counts(inter: str, seconds: float) -> None:
+    """Whichever is the smallest: the hub of a star is in the first island, and doubling leaves one of three idle."""
+    far, near = Link(latency_s=0.0, bytes_per_s=1e6), Link(latency_s=0.0, bytes_per_s=1e15)
+    layout = Layout.of({n: torch.empty(500_000, device="meta") for n in "ab"})
+    exchange, found = exchange_methods.build({"hierarchical": {"inter": inter}}), []
+    for islands in (((0, 1), (2, 3), (4, 5, 6, 7)), ((0, 1, 2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (4, 5, 6), (7,))):
+        levels = ProcessGroups.islands(islands)
+        links = Network(islands=islands, levels={"all": far, "island": near, "between": far})
+        found.append(wire_seconds({r: exchange.traffic(layout, levels, r) for r in range(8)}, levels, links)[0])
+    assert found == pytest.approx([seconds, seconds, 2 * seconds], rel=1e-4), "one owner has twice as much as two"
+
+
+def test_a_ring_takes_the_rate_of_a_ring() -> None:
+    """Of ranks that share a host's way out, all but two send inside the host while a ring sums."""
+    link = Link(latency_s=0.0, bytes_per_s=1e6, ring_bytes_per_s=8e6)
+    layout, levels = Layout.of({"w": torch.empty(1_000_000, device="meta")}), ProcessGroups.flat(4)
+    found = dict[str, float]()
+    for name in ("dense", "two_shot"):
+        one = exchange_methods.build({name: {"codec": "float32"}} if name == "two_shot" else name)
+        for rate, links in (("ring", link), ("all", link.model_copy(update={"ring_bytes_per_s": 0.0}))):
+            network = Network(islands=((0, 1, 2, 3),), levels={"all": links})
+            sent = {r: one.traffic(layout, levels, r) for r in range(4)}
+            found[f"{name} {rate}"] = wire_seconds(sent, levels, network)[0]
+    assert found["dense all"] == pytest.approx(8 * found["dense ring"])
+    shuffled = 3e6 / 1e6  # a shuffle of three quarters, and a gather by ring or all at once
+    assert found["two_shot ring"] >= shuffled and found["two_shot all"] >= found["two_shot ring"]
+
+
 def test_of_a_bucket_with_one_owner_its_messages_are_priced() -> None:
     """All other ranks of its island send nothing, those that are numbered first as well."""
     islands = ((0, 1, 2), (3, 4, 5))

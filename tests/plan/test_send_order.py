@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from gossamer.comm.channel import UNDER_WAY
+from gossamer.comm.comm_thread import order
 from gossamer.plan.exchange import BucketMeasurements, Option, PricedMessage, StepMeasurements, schedule, tasks_of_step
 from gossamer.plan.exchange.send_order import DEEP, job_of, least_seconds, schedule_jobs, unhidden_seconds
 from gossamer.plan.exchange.step_tasks import step_seconds
@@ -75,6 +77,30 @@ def test_buckets_of_several_messages_take_turns_where_they_are_more_than_may_be_
     found = schedule(facts, nine)
     assert found.step_s == pytest.approx(1.5 + 3.0)
     assert step_seconds(facts, play(tasks_of_step(facts, nine, found))) == pytest.approx(found.step_s)
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("look_ahead", [0, 1, 2])
+def test_a_run_without_a_planned_order_is_timed_by_its_look_ahead(seed: int, look_ahead: int) -> None:
+    """The clock gives the same seconds; the turns are those that the communication thread takes by itself."""
+    facts, options = drawn(seed)
+    facts = replace(facts, look_ahead=look_ahead)
+    found = schedule(facts, options)
+    assert step_seconds(facts, play(tasks_of_step(facts, options, found))) == pytest.approx(found.step_s, rel=1e-12)
+    assert found.turns == tuple(job for job, _ in order([len(one.messages) for one in options], look_ahead))
+    assert least_seconds(facts, [job_of(b.ready_s, one) for b, one in zip(facts.buckets, options, strict=True)]) <= (
+        found.step_s * (1 + 1e-12)
+    )
+
+
+def test_a_look_ahead_waits_longer_than_a_planned_order() -> None:
+    """Twenty buckets of four messages, each a hop of 0.1 s: planned, eight are under way all the time; by a look-ahead
+    of two buckets the last one's first message begins after nine hops.
+    """
+    one = Option((0.0,) * 5, (message(0.0, 0.1),) * 4, 8, 0.0)
+    planned = step_of(*[one] * 20, ready=[1.0] * 20)
+    waits = [schedule(facts, [one] * 20).step_s - 1.5 for facts in (planned, replace(planned, look_ahead=2))]
+    assert waits == pytest.approx([80 * 0.1 / 8, (9 + 4) * 0.1])
 
 
 def test_a_second_message_does_not_wait_for_buckets_that_are_not_full() -> None:

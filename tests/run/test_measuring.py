@@ -239,25 +239,103 @@ def test_with_sharded_states_what_is_priced_is_what_is_sent(monkeypatch: pytest.
     assert served > 5 and sum(m.busy_s for m in bucket.option(0).messages) * 2e6 == pytest.approx(whole / 2, rel=0.01)
 
 
-def test_of_large_islands_the_one_owner_of_a_bucket_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is a bucket of its own lies with one rank in the middle of its island."""
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+@pytest.mark.parametrize("sizes", [(20, 20), (4, 4, 64), (24, 3, 6)])
+def test_of_large_islands_the_owners_of_a_bucket_are_priced(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], sharding: str
+) -> None:
+    """A tensor that is a bucket of its own lies with one rank in the middle of its island, or a part with each. Owners
+    of the largest island receive most inside it.
+    """
     monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.25)
-    islands = (tuple(range(20)), tuple(range(20, 40)))
+    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+    islands = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
     levels, params = ProcessGroups.islands(islands), {"a": torch.empty(512, 256)}
+    states = sharding_methods.build(sharding)
+
+    def as_sent(one: Exchange) -> Exchange:
+        return states.exchange(one, states.path(levels)) if states.is_sharded else one
+
     rehearsal = StepProfile(0.3, 0.2, {"a": 0.2}, {"a": torch.randn(512, 256)})
     candidates = [one for one in across_islands(CANDIDATES) if "hierarchical" in str(one.written)][:2]
     pump: Any = SimpleNamespace(channel=LoopbackChannel(0, levels))
-    measured = ExchangeProfile.by(rehearsal, params, candidates, pump, knows=True)
+    measured = ExchangeProfile.by(rehearsal, params, candidates, pump, knows=True, as_sent=as_sent)
     link = Link(latency_s=1e-3, bytes_per_s=2e6)
-    links = Network(islands=islands, levels=dict.fromkeys(("all", "island", "between"), link))
+    between = link.model_copy(update={"alone_bytes_per_s": 20 * 2e6})
+    links = Network(islands=islands, levels={"all": link, "island": link, "between": between})
     (bucket,) = measured.facts(links, candidates, 1 << 28)[-1].buckets
     where = Layout.of({n: params[n] for n in bucket.names})
     for candidate, option in zip(candidates, bucket.options, strict=True):
-        exchange = exchange_methods.build(candidate.written)
-        by_rank = {rank: tuple(exchange.expected_traffic(where, levels, rank, 1.0)) for rank in range(40)}
+        exchange = as_sent(exchange_methods.build(candidate.written))
+        by_rank = {rank: tuple(exchange.expected_traffic(where, levels, rank, 1.0)) for rank in range(ends[-1])}
         assert option is not None
         assert option.messages == priced(by_rank, levels, links, MessagePrice())[0], candidate.said
         assert sum(m.busy_s for m in option.messages) > 0.01
+
+
+def test_parts_of_the_only_gradient_encode_as_long_as_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that is trained alone is timed whole and in parts: a part is not taken to cost what the table costs."""
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    timed = lambda one, where, levels, rank, occupied: (5e-9 * where.numel,) * 3  # noqa: E731
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", timed)
+    params = {"table": torch.empty(3000, 1024)}
+    rehearsal = StepProfile(0.3, 0.2, {"table": 0.2}, {"table": torch.randn(3000, 1024)})
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)))
+    measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=True)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-4, bytes_per_s=2e8)})
+    cuts = measured.facts(links, CANDIDATES, 1 << 28, divides=True)
+    took = {len(cut.buckets): sum(b.option(INT8).cpu_s for b in cut.buckets) for cut in cuts}
+    assert len(took) > 2 and took == pytest.approx(dict.fromkeys(took, took[1]), rel=0.2)
+
+
+def test_between_islands_encoding_takes_as_long_as_the_part_that_an_owner_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices are dealt to the eight ranks of an island; a table lies with one of them."""
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    levels = ProcessGroups.islands((tuple(range(8)), tuple(range(8, 16))))
+
+    def timed(one: Exchange, where: Layout, levels: ProcessGroups, rank: int, occupied: float) -> tuple[float, ...]:
+        return (1e-9 * max(one.owner_numels(where, levels)),) * 5
+
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", timed)
+    params = {f"w{k}": torch.empty(512, 512) for k in range(16)} | {"table": torch.empty(8192, 512)}
+    gradients = {n: torch.ones_like(p) for n, p in params.items()}
+    rehearsal = StepProfile(0.3, 0.2, dict.fromkeys(params, 0.2), gradients)
+    kinds = tuple(one for one in across_islands(CANDIDATES) if one.said.startswith("int8 two"))
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, levels))
+    measured = ExchangeProfile.by(rehearsal, params, kinds, pump, knows=True)
+    link = Link(latency_s=1e-3, bytes_per_s=2e6)
+    links = Network(islands=levels.groups["island"], levels=dict.fromkeys(("all", "island", "between"), link))
+    tables = [b for cut in measured.facts(links, kinds, 1 << 28) for b in cut.buckets if b.names == ("table",)]
+    assert tables and all(b.option(0).cpu_s == pytest.approx(5e-9 * 8192 * 512, rel=0.1) for b in tables)
+
+
+def test_buckets_of_one_shape_and_two_types_have_two_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.0)
+    monkeypatch.setattr(exchange_methods, "turn_seconds_of", lambda one, where, levels, rank, occupied: (1e-4,))
+    params = {"a": torch.empty(512, 512), "b": torch.empty(512, 512, dtype=torch.bfloat16)}
+    gradients = {n: torch.ones_like(p) for n, p in params.items()}
+    rehearsal = StepProfile(0.3, 0.2, dict.fromkeys(params, 0.2), gradients)
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)))
+    measured = ExchangeProfile.by(rehearsal, params, CANDIDATES[:1], pump, knows=True)
+    links = Network(islands=((0, 1),), levels={"all": Link(latency_s=1e-4, bytes_per_s=2e8)})
+    for cut in measured.facts(links, CANDIDATES[:1], 1 << 28):
+        busy_s = {b.names: sum(m.busy_s for m in b.option(0).messages) for b in cut.buckets}
+        assert busy_s[("b",)] == pytest.approx(busy_s[("a",)] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("path", [("island", "between"), ("island",)])
+def test_rows_in_use_are_few_between_islands_of_sharded_states_too(path: tuple[str, ...]) -> None:
+    levels, layout = (
+        ProcessGroups.islands(((0, 1), (2, 3))),
+        Layout.of({"table": torch.empty(4096, 256, device="meta")}),
+    )
+    given = exchange_methods.build({"hierarchical": {"inter": "block_sparse"}})
+    one = sharding_methods.build("zero1").exchange(given, path)
+    some, whole = (
+        sum(t.nbytes for t in one.expected_traffic(layout, levels, 0, part) if t.level == "between")
+        for part in (0.02, 1.0)
+    )
+    assert some < 0.1 * whole
 
 
 def test_a_gradient_that_is_most_of_the_model_may_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
@@ -21,7 +20,6 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.message import ProcessGroups, Traffic
 from gossamer.exchange import Exchange
 from gossamer.exchange.dense import Dense
-from gossamer.exchange.islands.island_share import IslandShare
 from gossamer.plan.exchange import (
     BucketMeasurements,
     Candidate,
@@ -47,11 +45,12 @@ from gossamer.spec.row_range import whole_of
 from gossamer.sync import OuterLoopConfig, exchange_of_second_moments, exchanges_of_round
 
 _SAMPLED_RANKS = 16  # beyond, traffic is computed for the first and the last ranks only
+_SAMPLED_OWNERS = 64  # of an island that all own a part: beyond, each stands for those behind it
 _TIMED_BYTES = (1 << 18, 1 << 21, 1 << 24)  # buckets whose encoding is timed; that of others is interpolated
 _FREE = MessagePrice()
 
 _Groups: TypeAlias = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
-_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+_Alike: TypeAlias = tuple[object, ...]  # what buckets of one price have in common
 _Sent: TypeAlias = dict[int, tuple[Traffic, ...]]  # by rank
 
 
@@ -77,7 +76,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTimes:
-    """The seconds of a candidate's turns, by elements of a bucket: `(numel, turns_s)`, ascending."""
+    """The seconds of a candidate's turns, by elements that a rank encodes: `(numel, turns_s)`, ascending."""
 
     timed: tuple[tuple[int, tuple[float, ...]], ...]
 
@@ -104,10 +103,9 @@ class EncodeTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A candidate for a bucket, on any link: its encode times and compression error."""
+    """A candidate for a bucket, on any link: what the run makes of it, and its compression error."""
 
     exchange: Exchange
-    times: EncodeTimes
     loss: float
 
 
@@ -128,12 +126,13 @@ class ExchangeProfile:
     occupied: Mapping[str, float] = field(default_factory=dict)  # part of a gradient that is not zero on some rank
     idle: frozenset[str] = frozenset()  # parameters of whose gradient nothing is known: it was zero on all ranks
     as_sent: Callable[[Exchange], Exchange] = lambda one: one  # what the run makes of a candidate
+    look_ahead: int | None = None  # of a run that keeps to no planned order of messages
     _cuts: dict[_Asked, _Cut] = field(default_factory=dict)
     _columns: dict[tuple[str, _Groups, _Asked], tuple[_Cell | None, ...]] = field(default_factory=dict)
     _times: dict[tuple[str, _Groups], EncodeTimes] = field(default_factory=dict)
     _sampled: list[Layout] = field(default_factory=list)
     _encoded: list[tuple[float, float]] = field(default_factory=list)  # seconds in which encoding ran, and all of them
-    _traffic: dict[tuple[str, _Groups, _Shapes, torch.dtype, float], _Sent] = field(default_factory=dict)
+    _traffic: dict[tuple[str, _Groups, _Alike], _Sent] = field(default_factory=dict)
 
     @staticmethod
     def by(
@@ -144,12 +143,14 @@ class ExchangeProfile:
         *,
         knows: bool,
         as_sent: Callable[[Exchange], Exchange] = lambda one: one,
+        look_ahead: int | None = None,
     ) -> ExchangeProfile:
         """Return the profile: the step's times, and the compression error of each candidate, measured once.
 
         `rehearsal`: a profiled step with its gradients. `knows`: whether these are finite on all ranks; if not, the
         errors of lossy candidates stay unknown. `as_sent`: what the run makes of a candidate on the ranks as they are,
-        such as a reduce-scatter to the owners of sharded states. All ranks must call it.
+        such as a reduce-scatter to the owners of sharded states. `look_ahead`: by which the run orders its messages,
+        if it keeps to no planned order. All ranks must call it.
         """
         times = [rehearsal.compute_s, rehearsal.backward_s, encode_slowdown()]
         agreed = _largest(pump, ("compute_s", "backward_s", "stolen"), times)
@@ -167,6 +168,7 @@ class ExchangeProfile:
             occupied,
             idle,
             as_sent,
+            look_ahead,
         )
 
     @property
@@ -198,11 +200,7 @@ class ExchangeProfile:
         sizes = sizes_of_buckets(self.params, largest)
         asked = [_Asked(size, tapers=tapers) for tapers in (False, True) for size in sizes]
         if divides:
-            asked += [
-                _Asked(size, divides=True)
-                for size in sizes
-                if len(divided(self.params, bucket_bytes=size)) > len(self.params)
-            ]
+            asked += [_Asked(size, divides=True) for size in sizes if len(self._divided(size)) > len(self.params)]
         cuts = {self._cut(one).layouts: one for one in reversed(asked)}  # many are alike: the first of them
         return tuple(self._facts(links, candidates, one, price) for one in asked if cuts[self._cut(one).layouts] is one)
 
@@ -212,39 +210,38 @@ class ExchangeProfile:
         cut = self._cut(asked)
         columns = [self._column(c, asked) for c in candidates]
         total = sum(cut.squares) or 1.0
-        known = [dict[tuple[_Shapes, float], _Prices]() for _ in candidates]  # layers repeat
+        known = [dict[_Alike, Option]() for _ in candidates]  # layers repeat
         buckets = []
         for b, where in enumerate(cut.layouts):
             occupied = self._occupied_of(where)
-            shape = tuple(e.shape for e in where.entries), occupied
             options = list[Option | None]()
             for candidate, column, prices in zip(candidates, columns, known, strict=True):
                 if (cell := column[b]) is None:
                     options.append(None)
                     continue
-                if shape not in prices:
+                alike = _alike(cell.exchange, where, occupied)
+                if alike not in prices:
                     by_rank = self._sent(candidate, cell.exchange, where, occupied)
-                    prices[shape] = priced(by_rank, self.pump.channel.levels, links, price)
-                messages, sent = prices[shape]
-                turns_s = cell.times.of(where.numel, len(messages) + 1)
-                options.append(Option(turns_s, messages, sent, cell.loss))
+                    messages, sent = priced(by_rank, self.pump.channel.levels, links, price)
+                    turns_s = self.turn_seconds(candidate, cell.exchange, where, len(messages) + 1)
+                    prices[alike] = Option(turns_s, messages, sent, cell.loss)
+                options.append(replace(prices[alike], loss=cell.loss))
             names = tuple(e.name for e in where.entries)
             weight = cut.squares[b] / total
             buckets.append(BucketMeasurements(names, where.numel, cut.ready_s[b], weight, tuple(options)))
-        return StepMeasurements(tuple(buckets), *self.times, self.ran)
+        return StepMeasurements(tuple(buckets), *self.times, self.ran, self.look_ahead)
 
     def _sent(self, candidate: Candidate, exchange: Exchange, where: Layout, occupied: float) -> _Sent:
         """Return the messages by rank for a bucket like `where`, which are the same on all links."""
         levels = self.pump.channel.levels
-        shapes = tuple(e.shape for e in where.entries)
-        key = told(candidate.written), tuple(sorted(levels.groups.items())), shapes, where.dtype, occupied
+        key = told(candidate.written), tuple(sorted(levels.groups.items())), _alike(exchange, where, occupied)
         if key not in self._traffic:
             self._traffic[key] = _traffic(exchange, where, levels, occupied)
         return self._traffic[key]
 
     def _cut(self, asked: _Asked) -> _Cut:
         if asked not in self._cuts:
-            params = divided(self.params, bucket_bytes=asked.nbytes) if asked.divides else self.params
+            params = self._divided(asked.nbytes) if asked.divides else self.params
             cut = partition(params, bucket_bytes=asked.nbytes, **({} if asked.tapers else {"at_least": 1}))
             layouts = _apart(cut, self.params)
             names = [f"{what} of bucket {b}" for what in ("|gradient|^2", "ready_s") for b in range(len(layouts))]
@@ -258,6 +255,10 @@ class ExchangeProfile:
                 tuple(agreed[len(layouts) + b] for b in ready),
             )
         return self._cuts[asked]
+
+    def _divided(self, nbytes: int) -> Mapping[str, Tensor]:
+        """Return the parameters, those as large as two buckets of `nbytes` divided by rows."""
+        return divided(self.params, bucket_bytes=nbytes)
 
     def _whole(self, name: str) -> str:
         """Return the parameter of which `name` is the name, or that of a part."""
@@ -280,7 +281,7 @@ class ExchangeProfile:
             loss = gathered(self.pump.channel, self._loss(candidate, cut)).max(0).values.tolist()
             times = self.encode_times(candidate, one)
             self._columns[key] = tuple(
-                _Cell(one, times, part) if serves and math.isfinite(part) and times.timed else None
+                _Cell(one, part) if serves and math.isfinite(part) and times.timed else None
                 for serves, part in zip(serving, loss, strict=True)
             )
         return self._columns[key]
@@ -296,7 +297,8 @@ class ExchangeProfile:
             turns = [exchange_methods.turn_seconds_of(exchange, one, levels, rank, occupied) for one in layouts]
             mine = [time.thread_time() - before_s, time.perf_counter() - began_s]
             most = max(map(len, turns), default=0)  # a bucket of vectors alone may need fewer messages
-            timed = [(one.numel, own) for one, own in zip(layouts, turns, strict=True) if len(own) == most]
+            each = [(_encoded(exchange, one, levels), own) for one, own in zip(layouts, turns, strict=True)]
+            timed = sorted(dict(one for one in each if len(one[1]) == most).items(), key=lambda one: one[0])
             names = [f"cpu_s of {candidate.said} for {numel} numbers" for numel, own in timed for _ in own]
             names = ["seconds in which encoding ran", "seconds of encoding", *names]
             ran_s, timed_s, *agreed = _largest(self.pump, names, mine + [s for _, own in timed for s in own])
@@ -304,6 +306,13 @@ class ExchangeProfile:
             turns_s = iter(agreed)
             self._times[key] = EncodeTimes(tuple((numel, tuple(next(turns_s) for _ in own)) for numel, own in timed))
         return self._times[key]
+
+    def turn_seconds(self, candidate: Candidate, exchange: Exchange, where: Layout, turns: int) -> tuple[float, ...]:
+        """Return the seconds of each of `turns` turns of a candidate, built as `exchange`, for a bucket.
+
+        All ranks must call it together for the first bucket.
+        """
+        return self.encode_times(candidate, exchange).of(_encoded(exchange, where, self.pump.channel.levels), turns)
 
     def serves(self, candidate: Candidate, where: Layout, exchange: Exchange) -> bool:
         """Return whether a candidate, built as `exchange`, can and should serve a bucket; the same on all ranks."""
@@ -329,9 +338,11 @@ class ExchangeProfile:
             return self._sampled
         found = dict[int, Layout]()
         for size in _TIMED_BYTES:
-            layouts = partition(self.params, bucket_bytes=size, at_least=1)
-            for near in sorted(layouts, key=lambda one: abs(one.nbytes - size))[:1]:
-                found.setdefault(near.numel, near)
+            cuts = [partition(some, bucket_bytes=size, at_least=1) for some in (self.params, self._divided(size))]
+            near = [min(layouts, key=lambda one: abs(one.nbytes - size)) for layouts in cuts if layouts]
+            fits = [one for one in near if size / 2 <= one.nbytes <= 2 * size]
+            for one in (fits or near)[:1]:  # a part of a gradient only where no bucket of whole ones is near
+                found.setdefault(one.numel, one)
         self._sampled = [found[numel] for numel in sorted(found)]
         return self._sampled
 
@@ -393,6 +404,17 @@ def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups, exchange
     return True
 
 
+def _alike(exchange: Exchange, where: Layout, occupied: float) -> _Alike:
+    """Return what a bucket has in common with all that have its price."""
+    named = tuple(e.name for e in where.entries) if exchange.divides_by_name else ()
+    return tuple(e.shape for e in where.entries), named, where.dtype, occupied
+
+
+def _encoded(exchange: Exchange, where: Layout, levels: ProcessGroups) -> int:
+    """Return how many elements of a bucket the rank encodes that encodes most: an owner's part between islands."""
+    return max(exchange.owner_numels(where, levels), default=0)
+
+
 def _apart(layouts: Sequence[Layout], params: Mapping[str, Tensor]) -> tuple[Layout, ...]:
     """Return the layouts with a bucket of its own for each part of a parameter, as the run needs it."""
     found = list[Layout]()
@@ -431,16 +453,24 @@ def _traffic(
 ) -> dict[int, tuple[Traffic, ...]]:
     """Return the messages of an exchange by rank; of many ranks, those of the first and the last ones.
 
-    Between islands also those of the smallest one that own a part of the bucket, which may be one in its midst.
+    Between islands also those that own a part of the bucket, which may be one in the midst of an island: of the first
+    and the last island, of the smallest, and of the largest, whose owners receive most inside it.
     """
     everyone = sorted(r for group in levels.groups["all"] for r in group)
     half = _SAMPLED_RANKS // 2
     asked = everyone if len(everyone) <= _SAMPLED_RANKS else [*everyone[:half], *everyone[-half:]]
     found = {r: exchange.expected_traffic(where, levels, r, occupied) for r in asked}
-    if len(everyone) > _SAMPLED_RANKS and any(one.level == "between" for one in found[everyone[0]]):
-        island = levels.smallest_island
-        owners = [r for r, run in zip(island, IslandShare.of(where, levels, island[0]).runs, strict=True) if run.numel]
-        found |= {r: exchange.expected_traffic(where, levels, r, occupied) for r in owners if r not in found}
+    if len(everyone) <= _SAMPLED_RANKS or not any(one.level == "between" for one in found[everyone[0]]):
+        return found
+    by_size = sorted(levels.groups["island"], key=len)
+    owning = [place for place, numel in enumerate(exchange.owner_numels(where, levels)) if numel]
+    each = -(-len(owning) // _SAMPLED_OWNERS)
+    for island in dict.fromkeys((levels.groups["island"][0], levels.groups["island"][-1], by_size[0], by_size[-1])):
+        for at, place in enumerate(owning):
+            if at % each:
+                found.setdefault(island[place], found[island[owning[at - at % each]]])
+            elif island[place] not in found:
+                found[island[place]] = exchange.expected_traffic(where, levels, island[place], occupied)
     return found
 
 

@@ -444,7 +444,15 @@ class ExchangeSelector:
         def as_sent(one: Exchange) -> Exchange:
             return sharding.exchange(one, sharding.deal(channel.levels).path)
 
-        found = ExchangeProfile.by(timed, params, CANDIDATES, self.pump, knows=not rehearsal.sick, as_sent=as_sent)
+        found = ExchangeProfile.by(
+            timed,
+            params,
+            CANDIDATES,
+            self.pump,
+            knows=not rehearsal.sick,
+            as_sent=as_sent,
+            look_ahead=self.plan.look_ahead if sharding.gives_back else None,
+        )
         return found, rehearsal
 
 

@@ -16,6 +16,7 @@ from statistics import median
 
 from gossamer.comm.channel import Channel, gathered
 from gossamer.comm.island_search import (
+    GAP,
     PAIRS,
     Groups,
     islands_of,
@@ -56,11 +57,10 @@ def probe(
     if len(everyone) == 1:
         return Network(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
     machines = _checked(hosts, everyone) or tuple((rank,) for rank in everyone)
-    survey = _Survey(channel)
-    levels = {"all": _link(_ring_latencies(channel), pattern_reading(channel, _to_others(channel), level="all"))}
+    levels = {"all": _overall(channel)}
     if not seeks_islands or len(everyone) < (2 if ways else 3):
         return Network(islands=(everyone,), levels=levels)
-    is_small = len(everyone) <= PAIRS
+    survey, is_small = _Survey(channel, levels["all"].bytes_per_s), len(everyone) <= PAIRS
     islands = survey.islands_by_pairs() if is_small else survey.islands_by_hosts(machines)
     if not 1 < len(islands) < len(everyone):  # each rank by itself shares a faster link with none
         islands = (everyone,)
@@ -102,9 +102,13 @@ def hosts_of(channel: Channel, host: int) -> Groups:
 
 @dataclass(slots=True)
 class _Survey:
-    """The measured pairs of ranks: seconds of a small message, and bytes/s from the first to the second."""
+    """The measured pairs of ranks: seconds of a small message, and bytes/s from the first to the second.
+
+    `least_bytes_per_s`: of a rank while all send. Few pairs are slower, so they begin with messages of that size.
+    """
 
     channel: Channel
+    least_bytes_per_s: float
     latency_s: dict[Pair, float] = field(default_factory=dict)
     transfers: dict[Pair, Reading] = field(default_factory=dict)
 
@@ -113,8 +117,10 @@ class _Survey:
         found = latencies(self.channel, pairs, repeats=_PAIR_TRIPS, level="pairs")
         back = {(b, a): seconds for (a, b), seconds in found.items()}
         self.latency_s |= found
-        self.transfers |= pair_readings(self.channel, pairs, found, level="pairs")
-        self.transfers |= pair_readings(self.channel, list(back), back, level="pairs")
+        for way in (found, back):
+            self.transfers |= pair_readings(
+                self.channel, list(way), way, level="pairs", bytes_per_s=self.least_bytes_per_s
+            )
         return {(a, b): self.slower(a, b) for a, b in pairs}
 
     def slower(self, a: int, b: int) -> float:
@@ -136,7 +142,17 @@ class _Survey:
         """Measure pairs of hosts, and one pair of ranks inside every host; return islands of whole hosts."""
         inside = self.measure([(host[0], host[1]) for host in hosts if len(host) > 1])
         across, complete = measured_pairs([host[0] for host in hosts], self.measure)
-        return islands_of_hosts(hosts, across, inside, complete=complete)
+        found = islands_of_hosts(hosts, across, inside, complete=complete)
+        return hosts if len(found) == 1 < len(hosts) and self.is_shared(hosts) else found
+
+    def is_shared(self, hosts: Groups) -> bool:
+        """Return whether the ranks of each host share its way out: one by itself may be as fast as inside the host."""
+        owners = min(map(len, hosts))
+        if owners < 2:
+            return False
+        patterns = _inside(self.channel, hosts), _across(self.channel, hosts, owners)
+        inside, across = (pattern_reading(self.channel, one, level="hosts").bytes_per_s for one in patterns)
+        return inside > GAP * across
 
     def levels(self, islands: Groups, overall: Link) -> dict[str, Link]:
         """Return the links of all ranks, inside islands and between them, each measured while all its ranks send.
@@ -161,6 +177,16 @@ class _Survey:
         longest_s = max(overall.latency_s, found["between"].latency_s)
         hop_s = max(overall.hop_s, found["between"].hop_s)
         return {"all": overall.model_copy(update={"latency_s": longest_s, "hop_s": hop_s}), **found}
+
+
+def _overall(channel: Channel) -> Link:
+    """Return the link of all ranks: of messages to all others, and of those from each to the next."""
+    found = _link(_ring_latencies(channel), pattern_reading(channel, _to_others(channel), level="all"))
+    if len(channel.levels.everyone) < 3:  # the next one is all others
+        return found
+    ring = _next_of(channel, channel.levels.everyone)
+    reading = pattern_reading(channel, ring, level="all", bytes_per_s=found.bytes_per_s)
+    return found.model_copy(update={"ring_bytes_per_s": reading.bytes_per_s})
 
 
 def _ring_latencies(channel: Channel) -> list[float]:

@@ -30,6 +30,7 @@ _LONG_ENOUGH_S = 0.25  # a message of all ranks that takes so long has outlived 
 _PAIR_LONG_ENOUGH_S = _LONG_ENOUGH_S / 3
 _LATENCIES = 10  # that a transfer must outlast: else its latency, or the slow start of TCP, is timed
 _SHARING = 1 / 4  # of the time to take: of a pair that may share its link with one that ends
+_MARGIN = 1.25  # of the time to take: of a first message whose rate is expected, as that may be a little more
 _BURST = 1 / 8  # of the time to take: a repeated transfer that takes less has passed a rested shaper at once
 _HOPS = 3  # of which the fastest counts
 _LEAST_S = 1e-6  # what clocks can tell apart
@@ -79,15 +80,18 @@ def latencies(channel: Channel, pairs: Sequence[Pair], *, repeats: int, level: s
 
 
 def pair_readings(
-    channel: Channel, pairs: Sequence[Pair], latency_s: Mapping[Pair, float], *, level: str
+    channel: Channel, pairs: Sequence[Pair], latency_s: Mapping[Pair, float], *, level: str, bytes_per_s: float = 0.0
 ) -> dict[Pair, Reading]:
     """Return the bandwidth from the first to the second rank of every pair, all pairs at once.
 
     No rank is in two pairs. A pair whose message took long enough stops, with those that took a quarter of that, which
     may share its link; the others send more. Readings of a pair that differ by more than `NOISY_SPREAD` are repeated
-    once, while the others send again.
+    once, while the others send again. `bytes_per_s`: at which the slowest pair is expected to send, alike on all ranks:
+    its first message takes long enough then, where small ones would be many round trips of far ranks.
     """
-    found, nbytes = dict[Pair, Reading](), _FIRST_BYTES
+    least_s = max(_PAIR_LONG_ENOUGH_S, _LATENCIES * max((latency_s[pair] for pair in pairs), default=0.0))
+    expected_bytes = int(_MARGIN * bytes_per_s * least_s)
+    found, nbytes = dict[Pair, Reading](), min(max(_FIRST_BYTES, expected_bytes), LARGEST_BYTES)
     while left := [pair for pair in pairs if pair not in found]:
         taken = _twice(channel, left, nbytes, level)
         done = {p: _done(_PAIR_LONG_ENOUGH_S, latency_s[p], min(taken[p]) - 2 * latency_s[p]) for p in left}
@@ -106,16 +110,18 @@ def pair_readings(
     return found
 
 
-def pattern_reading(channel: Channel, pattern: Pattern, *, level: str) -> Reading:
+def pattern_reading(channel: Channel, pattern: Pattern, *, level: str, bytes_per_s: float = 0.0) -> Reading:
     """Return the bandwidth and the hop that every rank has while all send in this pattern: those of the slowest rank.
 
     A rank is done when all is sent and all has arrived, so the slower direction of its link counts. A hop is the
-    fastest of a few. Readings that differ by more than `NOISY_SPREAD` are repeated once.
+    fastest of a few. Readings that differ by more than `NOISY_SPREAD` are repeated once. `bytes_per_s`: that is
+    expected of a rank, alike on all ranks: the first messages are as long as that needs.
     """
-    nbytes, most = _FIRST_BYTES, LARGEST_BYTES // pattern.shares
-    nbytes = min(nbytes, most)
+    most = LARGEST_BYTES // pattern.shares
     gathered(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
     hop_s = min(slowest(channel, pattern, 1, level) for _ in range(_HOPS))
+    expected_bytes = int(_MARGIN * bytes_per_s * max(_LONG_ENOUGH_S, _LATENCIES * hop_s) / pattern.shares)
+    nbytes = min(max(_FIRST_BYTES, expected_bytes), most)
     while True:
         taken = [slowest(channel, pattern, nbytes, level)]
         done = _done(_LONG_ENOUGH_S, hop_s, taken[0] - hop_s)

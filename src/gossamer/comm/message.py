@@ -91,9 +91,11 @@ class ProcessGroups:
         return self.group("island", rank)[: min(len(g) for g in self.groups["island"] if g[0] in everyone)]
 
     @property
-    def smallest_island(self) -> tuple[int, ...]:
-        """The ranks of the smallest island, none where there are no islands: what they own stands for all islands."""
-        return min(self.groups.get("island", ((),)), key=len)
+    def owners_by_island(self) -> tuple[tuple[int, ...], ...]:
+        """The first ranks of every island, as many as the smallest has; none where there are no islands."""
+        islands = self.groups.get("island", ())
+        owners = min(map(len, islands), default=0)
+        return tuple(island[:owners] for island in islands)
 
     @property
     def whole(self) -> str:

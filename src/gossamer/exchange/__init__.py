@@ -160,6 +160,19 @@ class Exchange(ABC):
             for path, mine in one.owned(layout, levels, rank).items()
         }
 
+    def owner_numels(self, layout: Layout, levels: ProcessGroups) -> tuple[int, ...]:
+        """Return how many elements of such a bucket each owner of an island has, in the order of the ranks.
+
+        By default as its parts divide it, or one owner has all: every rank computes with the whole bucket.
+        """
+        inside = (one.owner_numels(layout, levels) for one in self.parts)
+        return max(inside, key=len, default=(layout.numel,))
+
+    @property
+    def divides_by_name(self) -> bool:
+        """Return whether the names of parameters decide which rank owns them, so that buckets of one shape differ."""
+        return any(one.divides_by_name for one in self.parts)
+
     def settled(self, state: ExchangeState, at: ExchangeContext, debt: Tensor) -> ExchangeState:
         """Add what this rank owes to `debt` (numel,) float32, in the unit of its input; return the state without it.
 

@@ -45,6 +45,7 @@ from gossamer.exchange.islands.island_share import (
     IslandShare,
     across,
     check_across,
+    cut,
     part_of,
     put_back,
     traffic_across,
@@ -185,6 +186,9 @@ class Hierarchical(Exchange):
         mine = torch.zeros(layout.numel, dtype=torch.bool)
         mine[IslandShare.of(layout, levels, rank).mine.slice] = True
         return {"0": mine}
+
+    def owner_numels(self, layout: Layout, levels: ProcessGroups) -> tuple[int, ...]:
+        return tuple(run.numel for run in cut(layout, len(levels.owners_by_island[0])))
 
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = IslandShare.of(x.layout, at.levels, at.rank), state.inner

@@ -77,6 +77,13 @@ class HierarchicalReduceScatter(Exchange):
             mine[start : start + numel] = True
         return {"0": mine}
 
+    def owner_numels(self, layout: Layout, levels: ProcessGroups) -> tuple[int, ...]:
+        return tuple(run.numel for run in self._place(layout, levels, levels.everyone[0]).runs)
+
+    @property
+    def divides_by_name(self) -> bool:
+        return self.whole
+
     def run(self, x: Bucket, state: ExchangeState, at: ExchangeContext) -> Rounds:
         here, (inner,) = self._place(x.layout, at.levels, at.rank), state.inner
         parts = parts_of(x.layout, len(here.runs), whole=self.whole)
@@ -144,8 +151,14 @@ class HierarchicalReduceScatter(Exchange):
         return self.between.rounding_error_weight(replace(at, rank=mine, levels=level, weights=torch.tensor(weights)))
 
     def traffic(self, layout: Layout, levels: ProcessGroups, rank: int) -> tuple[Traffic, ...]:
+        return self.expected_traffic(layout, levels, rank, 1.0)
+
+    def expected_traffic(
+        self, layout: Layout, levels: ProcessGroups, rank: int, occupied: float
+    ) -> tuple[Traffic, ...]:
         here = self._place(layout, levels, rank)
-        return (self._inside(here, levels), *(() if _is_one(levels) else traffic_across(self.between, here, rank)))
+        far = () if _is_one(levels) else traffic_across(self.between, here, rank, occupied)
+        return (self._inside(here, levels), *far)
 
     def for_island(self) -> Exchange:
         """Return the reduce-scatter inside the island alone, without a state."""

@@ -44,6 +44,10 @@ class ReduceScatter(Exchange):
     def traits(self) -> ExchangeTraits:
         return ExchangeTraits(lossless=self.codec is None or self.codec.traits.lossless)
 
+    @property
+    def divides_by_name(self) -> bool:
+        return self.whole
+
     def init(self, layout: Layout) -> ExchangeState:
         return ExchangeState()
 

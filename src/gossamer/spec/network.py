@@ -43,8 +43,10 @@ class Link(BaseModel):
 
     `hop_s`: of small messages that ranks send each other at the same time, as in each hop of an exchange. Over gloo it
     is twice the latency, as a rank sends only what its peer has asked for. `alone_bytes_per_s`: of a rank while the
-    others of its island send nothing, more than `bytes_per_s` where they share the way out of the island; 0: not
-    measured. Every number is finite, the bandwidth above 0; others raise pydantic's ValidationError.
+    others of its island send nothing, more than `bytes_per_s` where they share the way out of the island;
+    `ring_bytes_per_s`: while each sends to the next one only, more than `bytes_per_s` where ranks share a host's way
+    out, which most of the ring never takes. 0: not measured. Every number is finite, the bandwidth above 0; others
+    raise pydantic's ValidationError.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +56,7 @@ class Link(BaseModel):
     spread: Annotated[float, AfterValidator(_fraction)] = 0.0  # by what fraction the slowest reading took longer
     hop_s: Annotated[float, AfterValidator(_seconds)] = 0.0  # small messages there and back; not given: latency_s
     alone_bytes_per_s: Annotated[float, AfterValidator(_rate_or_none)] = 0.0
+    ring_bytes_per_s: Annotated[float, AfterValidator(_rate_or_none)] = 0.0
 
     @model_validator(mode="before")
     @classmethod

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gossamer.comm.message import ProcessGroups, Traffic
+from gossamer.comm.message import Collective, ProcessGroups, Traffic
 from gossamer.comm.meter import hop_count, sent_bytes
 from gossamer.spec.errors import bad_input
 from gossamer.spec.network import Network
@@ -120,7 +120,8 @@ class StepMeasurements:
     `compute_s`: seconds of the step without any exchange; `backward_s`: of the last backward, in which buckets fill.
     `stolen`: the fraction of encode time that slows the backward pass: 0 if encoding has a core of its own, 1 if not.
     `ran`: the fraction of the seconds of encoding, as they were timed, in which its thread ran: below 1 where other
-    processes have a part of the processor.
+    processes have a part of the processor. `look_ahead`: the buckets that start before the next message of an earlier
+    one, in runs that keep to no planned order.
     """
 
     buckets: tuple[BucketMeasurements, ...]
@@ -128,6 +129,7 @@ class StepMeasurements:
     backward_s: float
     stolen: float
     ran: float = 1.0
+    look_ahead: int | None = None
 
     def __post_init__(self) -> None:
         """Raise BadInput for a number that is not finite: no comparison with it would choose anything."""
@@ -163,10 +165,9 @@ def priced(
 ) -> tuple[tuple[PricedMessage, ...], int]:
     """Return the prices of an exchange's messages, and the bytes of the rank that sends most.
 
-    `per_rank`: the messages of every rank, or of some that send or receive as much as any, and of all of the smallest
-    island that send anything to others. All ranks send at the same time; the rank that sends or receives most counts,
-    between islands with what the others of its island leave it of the way out. `price`: what a message takes of a
-    rank's processors.
+    `per_rank`: the messages of every rank, or of some that send or receive as much as any, and of all of their islands
+    that send anything to others. All ranks send at the same time; the rank that sends or receives most counts, between
+    islands the one whose ranks need longest for their way out. `price`: what a message takes of a rank's processors.
     """
     found, rounds = list[PricedMessage](), len(next(iter(per_rank.values())))
     total = dict.fromkeys(per_rank, 0)
@@ -176,8 +177,10 @@ def priced(
         busiest = max(larger, key=larger.__getitem__)
         one, most = per_rank[busiest][turn], larger[busiest]  # a rank that owns nothing has messages of another kind
         link = links.levels.get(one.level) or links.levels["all"]
-        island = levels.smallest_island if one.level == _BETWEEN else ()
-        busy_s = link.shared_seconds([larger.get(r, 0) for r in island]) if island else most / link.bytes_per_s
+        islands = levels.owners_by_island if one.level == _BETWEEN else ()
+        each = [link.shared_seconds([larger.get(rank, 0) for rank in owners]) for owners in islands]
+        in_ring = 0.0 if one.combine is Collective.SHUFFLE else link.ring_bytes_per_s
+        busy_s = max(each, default=most / (in_ring or link.bytes_per_s))
         ranks = max(len(group) for group in levels.groups[one.level])
         latency_s, where = link.hop_s if most else 0.0, _NEAR if one.level == _NEAR else "all"
         hops = hop_count(one.combine, ranks)

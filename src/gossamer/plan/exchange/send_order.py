@@ -10,7 +10,8 @@ time. Two schedules are made, of which the shorter one counts:
            buckets with several messages take turns on the links. The thread takes the oldest bucket of which anything
            can be done.
 
-All ranks compute the order from the same measurements, and every rank keeps to it.
+All ranks compute the order from the same measurements, and every rank keeps to it. Runs that give the memory of buckets
+back keep to no such order: they start buckets by a look-ahead, and wait for each turn of that order.
 
 Graham 1966 (list scheduling). The seconds found on the way are those that `spec.clock` gives for the tasks in this
 order (`step_tasks`); they are found here because a search asks for thousands of them.
@@ -25,6 +26,7 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from gossamer.comm.channel import UNDER_WAY
+from gossamer.comm.comm_thread import order
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 
 MOST_HOPS = 32  # of a message: more are played as so many, each for several
@@ -128,14 +130,19 @@ def schedule_jobs(facts: StepMeasurements, jobs: Sequence[Job]) -> SendSchedule:
     While the backward pass runs, a turn and the pass share processors: each of its seconds makes both later by `stolen`
     seconds, and so all buckets that are not yet full.
     """
-    few = _played(facts, jobs, is_deep=False)
+    if facts.look_ahead is not None:
+        return _played(facts, jobs, fixed=order([len(one[2]) for one in jobs], facts.look_ahead))
+    few = _played(facts, jobs)
     if not UNDER_WAY < len(jobs) <= DEEP:
         return few
     deep = _played(facts, jobs, is_deep=True)
     return deep if deep.step_s < few.step_s else few
 
 
-def _played(facts: StepMeasurements, jobs: Sequence[Job], *, is_deep: bool) -> SendSchedule:
+def _played(
+    facts: StepMeasurements, jobs: Sequence[Job], *, is_deep: bool = False, fixed: Sequence[tuple[int, int]] = ()
+) -> SendSchedule:
+    """Play the turns of `jobs`: those of `fixed` in order, or whatever can be done."""
     backward_s, stolen, count = facts.backward_s, facts.stolen, len(jobs)
     flights, slowed = _Flights(jobs, most_hops(count)), list[float]()
     arriving, sending, ending = flights.arriving, flights.sending, flights.ending
@@ -144,7 +151,16 @@ def _played(facts: StepMeasurements, jobs: Sequence[Job], *, is_deep: bool) -> S
     left = sum(len(job[1]) for job in jobs)
     while left:
         flights.arrive(now)
-        if sending and not (is_deep and ending and ending[0] < sending[0]):
+        if fixed:
+            job, turn = fixed[len(slowed)]
+            waits = sending if turn < len(jobs[job][2]) else ending
+            if turn and (job, turn) in waits:
+                waits.remove((job, turn))
+            elif turn or jobs[job][0] + lost > now:
+                full = arriving[0][0] if turn else jobs[job][0] + lost
+                now = min(full, arriving[0][0]) if arriving else full
+                continue
+        elif sending and not (is_deep and ending and ending[0] < sending[0]):
             job, turn = heappop(sending)
             begun -= 1
         elif fresh < count and begun < most and jobs[fresh][0] + lost <= now and not (is_deep and ending):
