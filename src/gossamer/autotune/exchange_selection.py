@@ -120,8 +120,8 @@ class ExchangeSelector:
                 self.tell(f"links: {pauses}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
-            elif why := self.plan.reasons.get("sync"):  # auto was asked for, and the laws leave nothing to choose
-                self.tell(f"sync: {why}", 0)
+            elif "sync" in self.plan.reasons:  # auto was asked for, and the laws leave nothing to choose
+                self.tell(f"sync: {self.plan.reasons['sync']}", 0)
         elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):
             self._learn(self._probe())
             if self.plan.islands:

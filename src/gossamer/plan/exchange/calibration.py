@@ -44,7 +44,7 @@ class StepTimes:
         Computing and encoding are those of the rank that computes longest, for which others wait. The wait is that of
         the rank that waits least: others also wait for ranks that began the step late, as they read their rows longer.
         """
-        compute_s, _, encode_s = max(rows)
+        compute_s, _, encode_s = max(tuple(row) for row in rows)
         return StepTimes(compute_s, min(exposed_s for _, exposed_s, _ in rows), encode_s)
 
     def show(self) -> str:
