@@ -118,6 +118,38 @@ def test_messages_that_were_late_may_be_in_time_again() -> None:
     assert all(m.latency_s == 0.0 for b in again.buckets for o in b.options if o for m in o.messages)
 
 
+@pytest.mark.parametrize("times", [0.02, 0.1, 1.0, 8.0, 10.0, 20.0])
+def test_a_rank_that_is_much_slower_or_faster_says_nothing_of_messages(times: float) -> None:
+    """What the limit leaves out of computing was put down to late messages and to bytes: here x6.4 of them."""
+    one = Option((0.0, 0.0), (PricedMessage(0.1),), 1000, 0.0)
+    facts = StepMeasurements((BucketMeasurements(("w",), 1000, 0.2, 1.0, (one,)),), 0.3, 0.2, 0.0)
+    found = Calibration.fit(facts, (0,), StepTimes(0.3 * times, 0.1, 0.0))
+    assert (found.messages, found.late_s) == (1.0, 0.0)
+    assert found.compute == pytest.approx(min(8.0, max(1 / 8, times)))
+
+
+@pytest.mark.parametrize("times", [0.02, 12.0, 30.0])
+def test_encoding_that_is_much_slower_or_faster_says_nothing_of_messages(times: float) -> None:
+    facts, picked = step(wire_s=0.3), (1,) * COUNT
+    found = Calibration.fit(facts, picked, took(facts, Calibration(encode=times), picked))
+    assert (found.compute, found.messages, found.late_s) == (pytest.approx(1.0), 1.0, 0.0)
+    assert found.encode == pytest.approx(min(8.0, max(1 / 8, times)))
+
+
+def test_slower_links_are_still_found_beside_a_rank_that_is_ten_times_slower() -> None:
+    one = Option((0.0, 0.0), (PricedMessage(0.5),), 1000, 0.0)
+    facts = StepMeasurements((BucketMeasurements(("w",), 1000, 0.2, 1.0, (one,)),), 0.3, 0.2, 0.0)
+    found = Calibration.fit(facts, (0,), StepTimes(3.0, 2.0, 0.0))
+    assert found.messages == pytest.approx(4.0, rel=0.08)
+
+
+def test_ranks_that_wait_for_a_late_one_say_nothing_of_the_links() -> None:
+    """Rank 0 reads its rows half a second longer than rank 1, which computes a millisecond longer."""
+    late, waits = (0.300, 0.05, 0.01), (0.301, 0.55, 0.02)
+    for rows in ((late, waits), (waits, late)):
+        assert StepTimes.of_ranks(rows) == StepTimes(0.301, 0.05, 0.02)
+
+
 @pytest.mark.parametrize("measured", [StepTimes(0.0, 0.0, 0.0), StepTimes(1e9, 1e9, 1e9), StepTimes(0.8, 0.0, 1e-12)])
 def test_what_cannot_be_is_bounded(measured: StepTimes) -> None:
     found = Calibration.fit(step(), (1,) * COUNT, measured)

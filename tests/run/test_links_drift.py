@@ -14,12 +14,22 @@ import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
-from gossamer.autotune import bandwidth_monitor, choice_basis, exchange_profile, exchange_selection, link_use, rehearsal
+from gossamer.autotune import (
+    bandwidth_monitor,
+    choice_basis,
+    exchange_profile,
+    exchange_selection,
+    link_use,
+    rehearsal,
+    step_monitor,
+)
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
+from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.comm_thread import order_of_turns
 from gossamer.comm.message import ProcessGroups
+from gossamer.plan import price_of
 from gossamer.plan.exchange import CANDIDATES, Calibration, Decision, MessagePrice, StepTimes, across_islands
 from gossamer.recipe import ParameterRules, PlanMethods
 from gossamer.run.profile_step import StepProfile
@@ -416,6 +426,22 @@ def test_where_no_batch_will_do_the_wire_decides_and_it_is_said(world, lossy: bo
     assert here.rehearsed == [0, 1, 2, 40] and "not finite" not in exchanger.plan.reasons["exchange"]
 
 
+def test_what_steps_have_shown_of_one_profile_is_not_applied_to_another(world) -> None:
+    """A step that is measured anew takes what it takes: three times as long as it was thought to take at first."""
+    exchanger, here = world([FLAT_SLOW, FLAT_SLOW, FLAT_SLOW], bad=[0, 1, 2])
+    exchanger.settle(automatic=True, hosts=2)
+    exchanger._basis = exchanger._basis.corrected(Calibration(compute=3.0))
+    exchanger._watch.first = MEASURE
+    drift(exchanger, 40, rate=1e9)
+    assert here.rehearsed == [0, 1, 2, 40]
+    assert exchanger._basis.facts[0].compute_s == pytest.approx(0.3)
+    exchanger._basis = exchanger._basis.corrected(Calibration(compute=3.0))
+    exchanger._watch.first = MEASURE
+    drift(exchanger, 120, rate=1e9)
+    assert here.rehearsed == [0, 1, 2, 40], "its profile stays, and so does what steps have shown of it"
+    assert exchanger._basis.facts[0].compute_s == pytest.approx(0.9)
+
+
 def test_a_number_that_is_none_is_refused_by_name_and_rank(world) -> None:
     exchanger, here = world([FLAT_SLOW])
     here.encoding_s = float("nan")
@@ -492,6 +518,17 @@ def test_the_rank_that_waits_least_says_what_passed_and_one_long_step_is_not_the
     assert watch.steps_s == [] and watch.busy_s == 4.0
 
 
+def test_a_rank_that_reads_its_rows_late_is_no_slow_link(monkeypatch) -> None:
+    """Rank 1 waits for rank 0, which begins its steps half a second later, and computes a millisecond less."""
+    pump: Any = SimpleNamespace(channel=None, encoded_s=0.0)
+    rows = torch.tensor([[0.300, 0.05, 0.0], [0.301, 0.55, 0.0]], dtype=torch.float64)
+    monkeypatch.setattr(step_monitor, "gathered", lambda *_: rows)
+    watch = StepMonitor(expected=StepTimes(0.301, 0.05, 0.0))
+    assert [watch.is_off(watch.window(pump)) for _ in range(2)] == [False, False]
+    rows[0, 1] = 0.15  # the links are slower: whoever waits least waits longer
+    assert [watch.is_off(watch.window(pump)) for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize(("waited_s", "has_drifted"), [((12.0, 2.1), False), ((12.0, 12.0), True)])
 def test_a_rank_that_computes_longer_is_no_drift(monkeypatch, waited_s: tuple[float, float], has_drifted: bool) -> None:
     """The other one waits for it; on links that are slower both wait."""
@@ -538,6 +575,12 @@ def test_one_machine_with_given_islands_is_told_what_was_not_measured(world) -> 
     )
     alone, _ = world([], sync="auto")
     assert alone.settle(automatic=True, hosts=1).reasons["sync"] == "every step: every process is on this machine"
+
+
+def test_an_auto_that_laws_have_settled_is_told_with_the_choice(world) -> None:
+    exchanger, here = world([FLAT_SLOW], sync="every_step", reasons={"sync": "every step: they say so"})
+    exchanger.settle(automatic=True, hosts=2)
+    assert here.told[-1] == "sync: every step: they say so"
 
 
 @pytest.mark.parametrize(
@@ -647,6 +690,90 @@ def test_what_stays_after_a_drift_has_its_own_forecast_and_goes_on_being_compare
     assert "the links have drifted; the exchange stays: " in here.told[-1]
     assert "takes 2 s more than all-reduce with 6 s exposed (links: " in here.told[-1]
     assert exchanger._steps.expected is not None and exchanger._steps.expected.exposed_s > 1.0
+
+
+def test_what_stays_in_error_feedback_is_timed_on_the_links_as_they_are(world) -> None:
+    """Decisions write bf16, and the plan bf16 in feedback for a parameter that is owed something."""
+    quicker = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=8e6)})
+    exchanger, here = world([FLAT_SLOW, quicker], lossy=False)
+    before = exchanger.settle(automatic=True, hosts=2, owed=frozenset({"0.weight"}))
+    assert "error_feedback" in str(before.exchange) and "bfloat16" in str(before.exchange)
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None
+    plan, decision, basis = exchanger.plan, exchanger._decision, exchanger._basis
+    assert decision is not None and decision.best.facts in basis.facts
+    assert (plan.exchange, plan.buckets, plan.turns) == (before.exchange, before.buckets, before.turns)
+    assert plan.forecast.exposed_s < 0.5 * before.forecast.exposed_s
+    assert plan.reasons["exchange"].endswith("in error feedback, which sends what was owed before")
+    assert plan.reasons["exchange"] != before.reasons["exchange"] and here.kept[-1] == plan
+    assert exchanger._steps.expected == StepTimes.forecast(decision.best.facts, decision.best.picked)
+
+
+def test_what_stays_among_islands_is_timed_on_the_links_as_they_are(world) -> None:
+    """The candidates between islands have other numbers; all-reduce is among them."""
+    near = Network(islands=PAIRS.islands, levels=dict.fromkeys(("all", "island", "between"), FAST))
+    exchanger, _ = world([FLAT_FAST, near])
+    exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None
+    decision, basis = exchanger._decision, exchanger._basis
+    assert decision is not None and decision.written == exchanger.plan.exchange == "dense"
+    assert decision.best.facts in basis.facts and decision.candidates == basis.candidates
+    assert exchanger._steps.expected is not None
+
+
+def test_what_stays_and_is_not_known_is_compared_with_nothing_and_said(world, monkeypatch) -> None:
+    """Its forecast is of the links before: steps would be corrected by what the links have shown already."""
+    exchanger, here = world([FLAT_SLOW, FLAT_SLOW])
+    exchanger.settle(automatic=True, hosts=2)
+    monkeypatch.setattr(choice_basis.ChoiceBasis, "again", lambda *_: None)
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None
+    assert exchanger._decision is None and exchanger._steps.expected is None and exchanger.waited() == {}
+    assert here.told[-1].endswith("; what its steps take on the links as they are is not known")
+    walk(exchanger, [(9.0, 9.0, 9.0)] * 4)
+    assert exchanger._decision is None
+
+
+def test_what_was_adapted_is_waited_for_as_the_links_are(world) -> None:
+    """Policies ask what each parameter waits for: of the exchange that was adapted, on the new links."""
+    alike = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=2.1e6)})
+    exchanger, here = world([FLAT_SLOW, alike])
+    exchanger.settle(automatic=True, hosts=2)
+    base = exchanger.plan.exchange
+    assert exchanger.change("star", 7, "adapted", adapted_from=base) is not None
+    before = exchanger.plan
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None
+    decision, basis = exchanger._decision, exchanger._basis
+    assert decision is not None and decision.best.facts in basis.facts and decision.written == base
+    assert (exchanger.plan, exchanger._steps.expected) == (before, None) and here.kept[-1] == before
+
+
+def test_islands_that_appear_do_not_change_what_sharded_states_send(world) -> None:
+    """Rows are dealt before the first step, among all ranks: what is priced later is what the run sends."""
+    exchanger, here = world([FLAT_FAST, PAIRS], sharding="zero1")
+    exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = MEASURE
+    drift(exchanger, 40, rate=1e9)
+    methods, levels = exchanger.methods, exchanger.pump.channel.levels
+    assert exchanger.plan.islands == PAIRS.islands and methods.sharding.deal(levels).path != ("all",)
+    one = ParameterRules.single("dense")
+    assert exchanger._basis.profile.as_sent(one) == methods.sharding.exchange(one, ("all",))
+    shapes = tuple((name, tuple(p.shape)) for name, p in here.params.items())
+    dealt = methods.sharding.deal(ProcessGroups.flat(4))
+    cost = price_of(methods, shapes, levels, deal=dealt)
+    assert exchanger.plan.forecast.wire_bytes == cost.wire_bytes != price_of(methods, shapes, levels).wire_bytes
+    rows_s, decision = sum(p.nbytes for p in here.params.values()) * 3 / 4 / SLOW.bytes_per_s, exchanger._decision
+    assert decision is not None
+    assert exchanger.plan.forecast.exposed_s - decision.forecast.exposed_s > rows_s, "all rows cross the links"
+
+
+def test_islands_of_the_start_are_those_that_states_are_dealt_among(world) -> None:
+    exchanger, _ = world([PAIRS], sharding="zero1")
+    exchanger.settle(automatic=True, hosts=2)
+    assert exchanger._dealt == exchanger.methods.sharding.deal(exchanger.pump.channel.levels)
+    assert exchanger._dealt is not None and exchanger._dealt.path == ("island", "between")
 
 
 def test_a_resumed_run_with_sharded_parameters_keeps_its_exchange_when_links_drift(world) -> None:

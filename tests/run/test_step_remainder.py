@@ -106,8 +106,8 @@ def test_every_optimizer_can_be_timed(name: str, sharding: str, dtype: torch.dty
 
 
 def remainder(sharding: Any, rule: Optimizer | None = ADAMW) -> StepRemainder:
-    channel = LoopbackChannel(0, ProcessGroups.flat(2))
-    return StepRemainder.measured(params_of(64), rule, sharding_of(sharding), None, channel)
+    channel, method = LoopbackChannel(0, ProcessGroups.flat(2)), sharding_of(sharding)
+    return StepRemainder.measured(params_of(64), rule, method, method.deal(channel.levels), None, channel)
 
 
 def test_ranks_agree_in_a_hop_before_they_update() -> None:

@@ -18,6 +18,7 @@ import gossamer
 from gossamer.job import record_writer
 from gossamer.run import checkpoint_manager
 from gossamer.spec.errors import BadInput, RunFailed
+from gossamer.spec.plan import Plan
 from gossamer.spec.records import Record, Step
 from gossamer.store.checkpoint import save_attempt
 from gossamer.view.run_directory import RunDirectory
@@ -87,6 +88,29 @@ def test_a_last_save_that_fails_is_tried_once_more(tmp_path: Path, monkeypatch: 
     full_disk(monkeypatch, "4", times=1)
     said = train(Words(), tmp_path)
     assert (said["outcome"], said["steps"], said["checkpoint_step"]) == ("done", 4, 4)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_plan_that_finds_no_room_is_written_with_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Before training, or at a change of exchange: records and checkpoints that find none do not end a run either."""
+    write, left = RunDirectory.keep_plan, [times]
+
+    def keep_plan(directory: RunDirectory, plan: Plan) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(directory, plan)
+
+    monkeypatch.setattr(RunDirectory, "keep_plan", keep_plan)
+    said = train(Words(), tmp_path)
+    assert (said["outcome"], said["steps"]) == ("done", 4)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert RunDirectory(run).plan() is not None
+    told = [(e["level"], e["message"]) for e in records(run, "event") if "plan that is in force" in e["message"]]
+    assert [level for level, _ in told] == ["warning", "info"], "each once"
+    assert "No space left on device; the training continues, and the plan is written with" in told[0][1]
 
 
 def test_a_last_checkpoint_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,18 @@ from gossamer.plan.exchange import (
     Candidate,
     Decision,
     MessagePrice,
+    Mixture,
     StepMeasurements,
     choose,
     choose_uniform,
 )
 from gossamer.spec.cost import Cost
+from gossamer.spec.method_config import told
 from gossamer.spec.network import Network
 from gossamer.spec.plan import Plan
 
 _AS_MEASURED = Calibration()
+_UNKNOWN = -1  # the number of what is no candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +86,17 @@ class ChoiceBasis:
     def again(self, decision: Decision, before: Decision) -> Decision | None:
         """Return what `before` has chosen with the estimates of these measurements; None where they have none of it.
 
-        `decision`: one that was made from these measurements, for what it says of all-reduce.
+        `decision`: one that was made from these measurements, for what it says of all-reduce. The candidates may have
+        other numbers here than there: among islands there are more of them.
         """
         cut = [one for one in self.facts if tuple(bucket.names for bucket in one.buckets) == before.buckets]
-        if not cut or self.candidates != before.candidates:
+        numbers = {told(one.written): number for number, one in enumerate(self.candidates)}
+        picked = tuple(numbers.get(told(before.candidates[c].written), _UNKNOWN) for c in before.best.picked)
+        if not cut or _UNKNOWN in picked:
             return None
-        return replace(decision, best=before.best.on(cut[0]))
+        if any(bucket.options[c] is None for bucket, c in zip(cut[0].buckets, picked, strict=True)):
+            return None
+        return replace(decision, best=Mixture.picked_on(cut[0], picked))
 
     def fastest(self) -> Decision:
         """Return the buckets of the shortest step with the exchange of each."""

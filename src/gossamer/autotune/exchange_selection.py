@@ -47,13 +47,14 @@ from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.trainer_services import Replan
-from gossamer.sharding import UnshardOrder
+from gossamer.sharding import RowPartition, UnshardOrder
 from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Exchanges, told
 from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
+_FED_BACK = "; in error feedback, which sends what was owed before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ class ExchangeSelector:
     _decision: Decision | None = None
     _price_of_messages: MessagePrice | None = None
     _remainder: StepRemainder | None = None
+    _dealt: RowPartition | None = None  # the rows of each rank, once states are dealt
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
@@ -118,10 +120,13 @@ class ExchangeSelector:
                 self.tell(f"links: {pauses}", 0)
             if asked.chooses_sync:
                 self._choose_period(decision, links)
+            elif "sync" in self.plan.reasons:  # auto was asked for, and the laws leave nothing to choose
+                self.tell(f"sync: {self.plan.reasons['sync']}", 0)
         elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):
             self._learn(self._probe())
             if self.plan.islands:
                 self._reprice()
+        self._dealt = self._deal  # with what is known now: islands that the links show later deal nothing anew
         if self.run.walk is not None:
             self._reprice()
         self._watch.active = automatic and several and self.methods.sync.is_plain
@@ -146,8 +151,7 @@ class ExchangeSelector:
         plan, methods = self.plan, self.methods
         written = with_owed(plan.exchange, methods, trainable(self.engine.module), owed)
         if written != plan.exchange:
-            said = f"{plan.reasons['exchange']}; in error feedback, which sends what was owed before"
-            self._adopt("exchange", written, said)
+            self._adopt("exchange", written, plan.reasons["exchange"] + _FED_BACK)
 
     def _choose_period(self, decision: Decision, links: Network) -> None:
         """Choose between synchronous and local-update training."""
@@ -188,6 +192,11 @@ class ExchangeSelector:
         """Return whether sharded states follow the islands, if any; sharded parameters do only if asked to."""
         sharding = self.methods.sharding
         return sharding.is_sharded and (sharding.needs_islands or not sharding.takes_parameters)
+
+    @property
+    def _deal(self) -> RowPartition:
+        """Return the rows of each rank: as the process groups suggest, until the states are dealt as in `settle`."""
+        return self._dealt or self.methods.sharding.deal(self.pump.channel.levels)
 
     def _islands(self, hosts: int) -> tuple[tuple[int, ...], ...]:
         """Return the islands that the links suggest, else the hosts of many ranks, else one per rank."""
@@ -299,8 +308,9 @@ class ExchangeSelector:
     def _replaced(self, before: Plan, step: int, why: str, in_force: Decision | None) -> Replan | None:
         """Return the change from the plan `before` to the exchange just chosen; None where that is the same.
 
-        What stays keeps its buckets and adaptations, and has its own forecast: that of the decision `in_force`, by the
-        measurements as they are now; the one from before where they have none of it.
+        What stays keeps its buckets, adaptations and error feedback, and has its own forecast: that of the decision
+        `in_force`, by the measurements as they are now. Where they have none of it, its forecast is the one from before
+        and steps are not compared with it: what they would show is of other links than the measurements.
         """
         decision, chosen, cut = self._decision, self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
         kept = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
@@ -311,15 +321,22 @@ class ExchangeSelector:
             if changed is not None:
                 return changed
         assert decision is not None and self._basis is not None
-        again = None if in_force is None or before.adapted_from else self._basis.again(decision, in_force)
-        if again is not None and again.written == before.exchange:
+        again = None if in_force is None else self._basis.again(decision, in_force)
+        # The islands that the links have shown stay known: the channel has their process groups.
+        self.plan, self._decision = before.model_copy(update={"islands": self.plan.islands}), None
+        if again is not None and before.adapted_from:
+            self._decision = again  # of what was adapted, for what its parameters wait for
+        elif again is not None and self._fed_back(again.written, {}) == before.exchange:
             self._settle_on(again)
+            if again.written != before.exchange:
+                self._adopt("exchange", before.exchange, self.plan.reasons["exchange"] + _FED_BACK)
             self.plan = self.plan.model_copy(update=kept)
-        else:  # the islands that the links have shown stay known: the channel has their process groups
-            self.plan, self._decision = before.model_copy(update={"islands": self.plan.islands}), in_force
+        said = f"the exchange stays: {self.plan.reasons.get('exchange', told(before.exchange))}"
+        if self._decision is None:
+            said += "; what its steps take on the links as they are is not known"
         self._reprice()
         self.keep(self.plan)
-        self.tell(f"{why}; the exchange stays: {self.plan.reasons.get('exchange', told(before.exchange))}", step)
+        self.tell(f"{why}; {said}", step)
         return None
 
     def change(
@@ -337,10 +354,7 @@ class ExchangeSelector:
         `cut`: new buckets and turns, as fields of the plan; by default they stay. `said`: the event for the user;
         `adapted_from`: the exchange that was adapted, "" for none.
         """
-        params = trainable(self.engine.module)
-        methods = self.methods
-        after = methods.under(exchange=written, **cut)
-        written = with_owed(written, after, params, owing_under(methods, params))
+        params, written = trainable(self.engine.module), self._fed_back(written, cut)
         if written == self.plan.exchange:
             return None
         self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})
@@ -353,6 +367,11 @@ class ExchangeSelector:
         plan = self.plan
         return Replan(self.methods.exchange.by_name(params), plan.bucket_bytes, plan.buckets, plan.turns)
 
+    def _fed_back(self, written: Exchanges, cut: Mapping[str, object]) -> Exchanges:
+        """Return `written`, in buckets as in `cut`, with error feedback where the plan's exchange keeps a residual."""
+        params, methods = trainable(self.engine.module), self.methods
+        return with_owed(written, methods.under(exchange=written, **cut), params, owing_under(methods, params))
+
     def _reprice(self) -> None:
         """Update the estimated bytes of a step, for the links as known now."""
         cost = self._price(self.plan.exchange)
@@ -362,7 +381,7 @@ class ExchangeSelector:
     def _price(self, written: Exchanges) -> Cost:
         shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
         methods = self.methods.under(exchange=written)
-        return price_of(methods, shapes, self.pump.channel.levels, walk=self.run.walk)
+        return price_of(methods, shapes, self.pump.channel.levels, walk=self.run.walk, deal=self._deal)
 
     def links(self) -> Network:
         """Return the links as they are now. The probe takes some seconds, between two steps."""
@@ -388,6 +407,7 @@ class ExchangeSelector:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links, step)
         profile, rehearsal = self._profiled(step)
+        is_same = self._basis is not None and profile is self._basis.profile
         self._basis = ChoiceBasis.of(
             profile,
             rehearsal,
@@ -397,7 +417,7 @@ class ExchangeSelector:
             price=self._priced(links),
             divides=not self.methods.sharding.is_sharded and not self.plan.mesh.in_stages,
             lossy=self.run.lossy,
-            before=self._basis,
+            before=self._basis if is_same else None,  # of a step that is measured anew, steps have shown nothing
         )
         return self._settle_on(self._basis.fastest())
 
@@ -438,11 +458,13 @@ class ExchangeSelector:
             return self._basis.profile, self._basis.rehearsal
         params = trainable(self.engine.module)
         sharding, channel = self.methods.sharding, self.pump.channel
-        self._remainder = StepRemainder.measured(params, self.run.optimizer, sharding, self.run.walk, channel)
+        self._remainder = StepRemainder.measured(
+            params, self.run.optimizer, sharding, self._deal, self.run.walk, channel
+        )
         timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
 
         def as_sent(one: Exchange) -> Exchange:
-            return sharding.exchange(one, sharding.deal(channel.levels).path)
+            return sharding.exchange(one, self._deal.path)
 
         found = ExchangeProfile.by(
             timed,

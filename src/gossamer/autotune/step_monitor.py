@@ -32,11 +32,11 @@ class StepMonitor:
         self._steps.append((compute_s, exposed_s))
 
     def window(self, pump: CommThread) -> StepTimes:
-        """End this window, begin the next, and return the times of the rank that computes longest, for which others
-        wait. All ranks call it.
+        """End this window, begin the next, and return its times, as `StepTimes.of_ranks` finds them.
+
+        All ranks call it.
         """
-        rows = gathered(pump.channel, self._ended(pump)).tolist()
-        return StepTimes(*max(rows))
+        return StepTimes.of_ranks(gathered(pump.channel, self._ended(pump)).tolist())
 
     def is_off(self, window: StepTimes) -> bool:
         """Return whether two windows running differ alike from what is expected."""

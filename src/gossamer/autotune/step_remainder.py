@@ -15,7 +15,7 @@ from gossamer.comm.row_gather import gather_hops
 from gossamer.optimizer import Optimizer
 from gossamer.plan import gather_wait_seconds
 from gossamer.recipe import PlanMethods
-from gossamer.sharding import Sharding, UnshardOrder, holdings, shapes_of
+from gossamer.sharding import RowPartition, Sharding, UnshardOrder, holdings, shapes_of
 from gossamer.spec.cost import Cost
 
 
@@ -23,11 +23,13 @@ from gossamer.spec.cost import Cost
 class StepRemainder:
     """The remainder of a step, of the parameters with these `shapes`.
 
-    `update_s`: of the optimizer, on the rank that takes longest; `walk`: the order of units with sharded parameters.
+    `update_s`: of the optimizer, on the rank that takes longest; `deal`: the rows of each rank; `walk`: the order of
+    units with sharded parameters.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     update_s: float
+    deal: RowPartition
     walk: UnshardOrder | None
 
     @staticmethod
@@ -35,18 +37,19 @@ class StepRemainder:
         params: Mapping[str, Tensor],
         optimizer: Optimizer | None,
         sharding: Sharding,
+        deal: RowPartition,
         walk: UnshardOrder | None,
         channel: Channel,
     ) -> StepRemainder:
-        """Time an update of each rank's rows of `params`; all ranks must call it together.
+        """Time an update of each rank's rows of `params`, which are dealt so; all ranks must call it together.
 
         The update is not known of states in a file, nor where `optimizer` is None.
         """
         shapes, mine = shapes_of(params), 0.0
         if optimizer is not None and not sharding.is_tiered:
-            held = holdings(sharding.deal(channel.levels), shapes, channel.rank)
+            held = holdings(deal, shapes, channel.rank)
             mine = update_seconds(optimizer, params, held)
-        return StepRemainder(shapes, float(gathered(channel, [mine]).max()), walk)
+        return StepRemainder(shapes, float(gathered(channel, [mine]).max()), deal, walk)
 
     def added(self, cost: Cost, methods: PlanMethods, basis: ChoiceBasis, levels: ProcessGroups) -> Cost:
         """Return a step's `cost` with the seconds of the update, and the waits for rows and for the ranks' agreement.
@@ -55,7 +58,14 @@ class StepRemainder:
         """
         shapes, links = tuple(self.shapes.items()), basis.links
         waited_s = gather_wait_seconds(
-            methods, shapes, levels, links, price=basis.price, compute_s=cost.compute_s, walk=self.walk
+            methods,
+            shapes,
+            levels,
+            links,
+            price=basis.price,
+            compute_s=cost.compute_s,
+            walk=self.walk,
+            deal=self.deal,
         )
         far, near = gather_hops(levels, levels.whole, levels.everyone[0])
         near_link = links.levels.get("island", links.levels["all"])

@@ -117,7 +117,7 @@ class TrialSteps:
     def times(self, plan: Plan, step: int) -> StepTimes:
         """Return the median times of a step on the batch of `step` with the exchanges, buckets and turns of `plan`.
 
-        They are those of the rank that computes longest, for which others wait. All ranks must call it.
+        They are as `StepTimes.of_ranks` finds them, as those of training are. All ranks must call it.
         """
         params = trainable(self.engine.module)
         with untouched(self.engine.module, is_timed=True):
@@ -134,7 +134,7 @@ class TrialSteps:
             finally:
                 replica.close()
         mine = [median(one) for one in zip(*rows, strict=True)]
-        return StepTimes(*max(gathered(self.pump.channel, mine).tolist()))
+        return StepTimes.of_ranks(gathered(self.pump.channel, mine).tolist())
 
     def _rows(self, replica: GradientReducer, step: int) -> Sequence[tuple[float, float, float]]:
         """Return compute_s, exposed_s and encode_s of every step but the first."""

@@ -20,6 +20,7 @@ from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.comm_thread import CommThread
 from gossamer.job.auto_savers import with_savers
 from gossamer.job.expert_teaching import taught_by_experts
+from gossamer.job.plan_writer import PlanWriter
 from gossamer.job.rank_inputs import RankJob
 from gossamer.job.record_writer import RecordWriter, forget
 from gossamer.job.start_record import flop_per_token_of, start_record
@@ -64,7 +65,8 @@ def run_job(job: RankJob) -> dict[str, Any]:
     ending = ExitStack()  # before the pumps
     try:
         sink: Sink = RecordWriter(job.directory, job.callbacks.show) if job.where.rank == 0 else forget
-        saver = _saver(job, sink)
+        plans = PlanWriter(directory=job.directory, rank=job.where.rank, is_writer=job.where.writer == 0, sink=sink)
+        saver = _saver(job, sink, plans)
         check_agreement(pump, _facts(job))  # after this, every directory is swept: ranks may save
         caution = _caution(job)
         job = _settled(with_savers(job, pump, sink), pump, sink)
@@ -79,7 +81,7 @@ def run_job(job: RankJob) -> dict[str, Any]:
         job, engine = taught(job, engine, pump, sink, ending)
         engine = taught_by_experts(job, engine, pump, sink, ending)
         engine = _counted(job, engine, pump, sink)
-        parts, exchanger = _planned(job, engine, pump, sink)
+        parts, exchanger = _planned(job, engine, pump, sink, plans)
         adapting = AdaptiveCompression.of(parts.recipe, exchanger)
         around = TrainerServices(
             sink=sink,
@@ -129,11 +131,13 @@ def _channel(job: RankJob) -> ProcessGroupChannel:
     )
 
 
-def _planned(job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink) -> tuple[Parts, ExchangeSelector]:
+def _planned(
+    job: RankJob, engine: ModelRuntime, pump: CommThread, sink: Sink, plans: PlanWriter
+) -> tuple[Parts, ExchangeSelector]:
     """Return the parts with a plan that leaves nothing open, and what chose its exchanges."""
     job.at(0, "probe")
     walk = _walk(job.parts, engine, pump)
-    exchanger = _exchanger(job, engine, pump, sink, walk)
+    exchanger = _exchanger(job, engine, pump, sink, plans, walk)
     owed = _owed(job, engine, pump)
     plan = exchanger.settle(automatic=job.automatic, hosts=job.where.hosts, host=job.where.host, owed=owed)
     parts = replace(job.parts, plan=plan, walk=walk)
@@ -295,6 +299,7 @@ def _exchanger(
     engine: ModelRuntime,
     pump: CommThread,
     sink: Sink,
+    plans: PlanWriter,
     walk: UnshardOrder | None,
 ) -> ExchangeSelector:
     config, where, plan, methods = job.parts.config, job.where, job.parts.plan, job.parts.recipe
@@ -314,11 +319,11 @@ def _exchanger(
         ),
         plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
-        keep=job.directory.keep_plan if where.writer == 0 else lambda plan: None,  # every host reads its own again
+        keep=plans.keep,
     )
 
 
-def _saver(job: RankJob, sink: Sink) -> CheckpointManager:
+def _saver(job: RankJob, sink: Sink, plans: PlanWriter) -> CheckpointManager:
     config, where = job.parts.config, job.where
     return CheckpointManager(
         directory=CheckpointDirectory(
@@ -339,6 +344,7 @@ def _saver(job: RankJob, sink: Sink) -> CheckpointManager:
             "model": job.described,
             "gossamer": version("gossamer"),
         },
+        before_save=plans.keep_unwritten,
     )
 
 

@@ -29,7 +29,7 @@ from gossamer.plan._traffic import (
     word_bytes,
 )
 from gossamer.recipe import PlanMethods
-from gossamer.sharding import UnshardOrder
+from gossamer.sharding import RowPartition, UnshardOrder
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
 from gossamer.spec.plan import Plan
@@ -61,12 +61,21 @@ class Planner(ABC):
         """Return the plan. Raises BadInput for a configuration that cannot be planned, NoPlan if nothing fits."""
 
 
-def price_of(methods: PlanMethods, shapes: Shapes, levels: ProcessGroups, *, walk: UnshardOrder | None = None) -> Cost:
+def price_of(
+    methods: PlanMethods,
+    shapes: Shapes,
+    levels: ProcessGroups,
+    *,
+    walk: UnshardOrder | None = None,
+    deal: RowPartition | None = None,
+) -> Cost:
     """Return the communication volume of a synchronous step: bytes per link, and bytes that each rank sends.
 
-    `walk`: required for sharded parameters, which are gathered for each of a rank's micro-batches.
+    `walk`: required for sharded parameters, which are gathered for each of a rank's micro-batches. `deal`: the rows of
+    each rank, where states are dealt already; None: as the process groups suggest.
     """
-    sharding, deal = methods.sharding, methods.sharding.deal(levels)
+    sharding = methods.sharding
+    deal = deal or sharding.deal(levels)
     buckets = state_buckets(methods, shapes, deal)
     links = Counter(step_bytes(buckets, levels))
     if sharding.takes_parameters and sharding.is_tiered:

@@ -19,7 +19,7 @@ from gossamer.plan._traffic import Shapes, state_buckets
 from gossamer.plan.exchange import MessagePrice, PricedMessage, StepMeasurements, priced
 from gossamer.plan.exchange.send_order import Job, schedule_jobs
 from gossamer.recipe import PlanMethods
-from gossamer.sharding import UnshardOrder, UnshardUnit, gather_traffic, unit_traffic
+from gossamer.sharding import RowPartition, UnshardOrder, UnshardUnit, gather_traffic, unit_traffic
 from gossamer.spec.clock import TimedTask, compute, play, wire
 from gossamer.spec.network import Network
 
@@ -37,13 +37,14 @@ def gather_wait_seconds(
     price: MessagePrice,
     compute_s: float,
     walk: UnshardOrder | None,
+    deal: RowPartition | None = None,
 ) -> float:
     """Return the seconds that a step waits for rows of sharded states: 0 where nothing is sharded.
 
-    `compute_s`: of a step; `walk`: the order of the units, where parameters are sharded too. States in tiers are not
-    forecast.
+    `compute_s`: of a step; `walk`: the order of the units, where parameters are sharded too; `deal`: the rows of each
+    rank, where they are dealt already, None: as the process groups suggest. States in tiers are not forecast.
     """
-    sharding, deal = methods.sharding, methods.sharding.deal(levels)
+    sharding, dealt = methods.sharding, deal or methods.sharding.deal(levels)
     if not sharding.is_sharded or sharding.is_tiered:
         return 0.0
 
@@ -51,12 +52,12 @@ def gather_wait_seconds(
         return priced({rank: tuple(sent(rank)) for rank in levels.everyone}, levels, links, price)[0]
 
     def updated(layout: Layout) -> tuple[PricedMessage, ...]:
-        return taken(lambda rank: gather_traffic(layout, deal, rank, sharding.differences))
+        return taken(lambda rank: gather_traffic(layout, dealt, rank, sharding.differences))
 
     def unsharded(unit: UnshardUnit) -> tuple[PricedMessage, ...]:
-        return taken(lambda rank: unit_traffic(unit, deal.of_parameters, rank))
+        return taken(lambda rank: unit_traffic(unit, dealt.of_parameters, rank))
 
-    rows = [updated(layout) for layout, _ in state_buckets(methods, shapes, deal)]
+    rows = [updated(layout) for layout, _ in state_buckets(methods, shapes, dealt)]
     after_s = schedule_jobs(_NOTHING, [_job(one) for one in rows if one]).step_s
     if walk is None or not sharding.takes_parameters:
         return after_s

@@ -9,6 +9,7 @@ The trivial planner, and the control every later plan is judged against. It reso
     stages        the ranks of every stage, where they are given: else each replica has one rank for every stage
     cuts          auto stays: the work of every unit is known when the model was traced (gossamer.partition.rank_model)
     exchange      auto stays: it is chosen from measured links when all ranks are there (gossamer.autotune)
+    sync          auto stays where the laws allow what may be chosen, local updates; else it is every_step
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from math import prod
 
 from gossamer import recipe
 from gossamer.comm.message import ProcessGroups
+from gossamer.optimizer.common_adamw import CommonAdamW
 from gossamer.plan import Planner, Request, price_apart, price_of, price_probed, state_bytes
 from gossamer.plan._update_work import UpdateWork
+from gossamer.plan.exchange import PERIODS, written_of
 from gossamer.recipe import EVERY_STEP, PlanMethods, Recipe
 from gossamer.recipe.plan_methods import ALL_REDUCE, AUTO
 from gossamer.recipe.rank_layout import MICROBATCH_TOKENS, RankLayout
@@ -27,6 +30,7 @@ from gossamer.sharding import Sharding
 from gossamer.sharding.tiers import Tiers
 from gossamer.spec.config import RunConfig
 from gossamer.spec.cost import Cost
+from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges, Written
 from gossamer.spec.plan import BUCKET_BYTES, MeshSizes, Plan
 from gossamer.spec.units import show_bytes
@@ -52,8 +56,6 @@ class DataParallel(Planner):
         asked = PlanMethods.asked(config.plan)
         pieces = layout.microbatches_with(asked.sharding)
         exchange, reasons["exchange"] = _exchange(asked, mesh)
-        sync, why = _sync(asked, config, mesh)
-        reasons.update({"sync": why} if why else {})
         if request.units:
             reasons["units"] = (
                 "given" if config.plan.units != "auto" else "the repeated blocks, and what else owns parameters"
@@ -70,33 +72,46 @@ class DataParallel(Planner):
             exchange=exchange,
             islands=_islands(config),
             sharding=config.plan.sharding,
-            sync=sync,
+            sync=config.plan.sync,
             savers=config.plan.named_savers,
             bucket_bytes=_bucket_bytes(asked.sharding, request),
             backend="nccl" if request.device == "cuda" else "gloo",
         )
+        if against := _against_local_updates(asked, config, plan):
+            plan = plan.model_copy(update={"sync": EVERY_STEP})
+            reasons["sync"] = f"every step: {against}"
         found = recipe.check(config, plan)
         plan = plan.model_copy(update={"reasons": {**reasons, **_reasons(found, request)}})
         return plan.model_copy(update={"forecast": _forecast(found, request)}) if request.shapes else plan
 
 
-def _sync(asked: PlanMethods, config: RunConfig, mesh: MeshSizes) -> tuple[Written, str]:
-    """Return the sync method and the reason. `auto` stays if local updates are possible: measured links decide
-    (gossamer.autotune).
+def _against_local_updates(asked: PlanMethods, config: RunConfig, plan: Plan) -> str:
+    """Return why `plan.sync: auto` may not choose local updates for this plan; "" where it may, or chooses nothing.
+
+    Either the choice does not know how to, or a law refuses what it would write and not the plan as it is. A law that
+    refuses `auto` too is left to the check of the plan, as it names what to change.
     """
-    if not asked.chooses_sync:
-        return config.plan.sync, ""
-    against = {
-        "a model in stages": mesh.in_stages,
-        "sharded states": asked.sharding.is_sharded,
-        "states in tiers": asked.sharding.is_tiered,
-        "plan.adapt": config.plan.adapts,
-        "verification": config.train.verify.every > 0,
-    }
-    why = " and ".join(name for name, holds in against.items() if holds)
-    if not asked.chooses_exchange or not why:
-        return AUTO, ""
-    return EVERY_STEP, f"every step: local updates cannot be combined with {why}"
+    if not (asked.chooses_sync and asked.chooses_exchange):
+        return ""
+    unknown = {"sharded states": asked.sharding.is_sharded, "plan.adapt": config.plan.adapts}
+    if why := " and ".join(name for name, holds in unknown.items() if holds):
+        return f"local updates cannot be chosen with {why}"
+    at_once = recipe.check(config, plan.model_copy(update={"sync": EVERY_STEP}))
+    as_asked, steps = Recipe.of(config, plan), config.train.steps
+    for period in PERIODS:
+        if bool(period.second_moments) != CommonAdamW.serves(at_once.optimizer):
+            continue
+        written = {"sync": written_of(period, 1, steps), "exchange": ALL_REDUCE}
+        apart = Recipe.of(config, plan.model_copy(update=written))
+        for law in recipe.LAWS:
+            if law(as_asked) is None and (error := law(apart)) is not None:
+                return f"local updates are refused ({_wanted(error)})"
+    return ""
+
+
+def _wanted(error: BadInput) -> str:
+    """Return what an error of a law wants, without what it got and what to do about it."""
+    return str(error).partition(", got ")[0]
 
 
 def _exchange(asked: PlanMethods, mesh: MeshSizes) -> tuple[Exchanges, str]:

@@ -40,14 +40,16 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """The checkpoint manager of one rank: it saves, reports and restores the checkpoints of a run.
 
-    `identity`: entries of a checkpoint's metadata besides those of its contents. `contents` and `watch`: set once the
-    trainer is built. The store is open from the construction on.
+    `identity`: entries of a checkpoint's metadata besides those of its contents. `before_save`: called before each of
+    them, for files beside them. `contents` and `watch`: set once the trainer is built. The store is open from the
+    construction on.
     """
 
     directory: CheckpointDirectory
     rank: int
     sink: Callable[[records.Record], None]
     identity: dict[str, Any]
+    before_save: Callable[[], None] = lambda: None
     progress: Progress = field(default_factory=Progress)
     contents: CheckpointContents = field(init=False, repr=False, compare=False)
     watch: Watch = field(default_factory=Watch)
@@ -64,6 +66,7 @@ class CheckpointManager:
         Errors of the write appear as records. If the previous checkpoint is still being written, this one is skipped,
         with a warning; with `last` the call waits instead (in training all ranks call `wait_for_writes` before it).
         """
+        self.before_save()
         meta = {"format": FORMAT, **self.contents.meta(), **self.identity}
         pieces = self.contents.pieces(self.directory.writer, self.directory.writers)
         pinned = self.watch.best.pinned if self.watch.best is not None else frozenset()

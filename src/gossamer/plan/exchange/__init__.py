@@ -22,6 +22,7 @@ from gossamer.plan.exchange.measurements import (
     wire_seconds,
 )
 from gossamer.plan.exchange.send_order import SendSchedule, schedule
+from gossamer.plan.exchange.step_search import Mixture
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.plan.exchange.sync_period import (
     PERIODS,
@@ -44,6 +45,7 @@ __all__ = [
     "StepMeasurements",
     "StepTimes",
     "MessagePrice",
+    "Mixture",
     "Option",
     "PricedMessage",
     "SendSchedule",

@@ -2,7 +2,8 @@
 
 What a step waits longer than expected has two causes. Every message may be late: the other rank starts it later, or the
 connection grows its window again after a pause. Or bytes take longer. A wait that late messages explain says nothing of
-bytes: a step with few bytes would else make every exchange with many bytes look slow.
+bytes: a step with few bytes would else make every exchange with many bytes look slow. Nor does what a rank computes
+longer, however much it is: messages explain what a step waits beside computing and encoding as they were measured.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ class StepTimes:
         """Return the seconds of computing and of waiting."""
         return self.compute_s + self.exposed_s
 
+    @staticmethod
+    def of_ranks(rows: Sequence[Sequence[float]]) -> StepTimes:
+        """Return the times of a step from those of each rank, (compute_s, exposed_s, encode_s).
+
+        Computing and encoding are those of the rank that computes longest, for which others wait. The wait is that of
+        the rank that waits least: others also wait for ranks that began the step late, as they read their rows longer.
+        """
+        compute_s, _, encode_s = max(tuple(row) for row in rows)
+        return StepTimes(compute_s, min(exposed_s for _, exposed_s, _ in rows), encode_s)
+
     def show(self) -> str:
         """Return the times for the user."""
         return f"compute {show_seconds(self.compute_s)} and wait {show_seconds(self.exposed_s)}"
@@ -67,13 +78,14 @@ class Calibration:
 
         Computing and encoding are measured by themselves. What is then left of the step's difference is put down to
         the messages: they are late by as little as the measured step allows, and what that cannot explain is a factor
-        as near to 1 as the step allows. Hidden messages say nothing.
+        as near to 1 as the step allows. Hidden messages say nothing. No factor is beyond `_MOST`, but what the limit
+        leaves out of computing and of encoding is nothing that messages take.
         """
         expected = StepTimes.forecast(facts, picked)
-        encode = _within(measured.encode_s, expected.encode_s)
+        encode = _ratio(measured.encode_s, expected.encode_s)
         encoded = Calibration(encode=encode).applied(facts)
         lost_s = sum(schedule(encoded, _options(encoded, picked)).slowed_s)
-        compute = _within(measured.compute_s - lost_s, facts.compute_s)
+        compute = _ratio(measured.compute_s - lost_s, facts.compute_s)
 
         def step_s(messages: float, late_s: float) -> float:
             there = Calibration(compute, encode, messages, late_s).applied(facts)
@@ -88,7 +100,7 @@ class Calibration:
 
         late_s = late(_nearest(lambda part: step_s(1.0, late(part)), measured.step_s))
         messages = _MOST ** _nearest(lambda power: step_s(_MOST**power, late_s), measured.step_s)
-        return Calibration(compute, encode, messages, late_s)
+        return Calibration(_within(compute), _within(encode), messages, late_s)
 
     def then(self, other: Calibration) -> Calibration:
         """Return both after each other. The correction of messages is left out: links are measured anew."""
@@ -129,11 +141,14 @@ def _options(facts: StepMeasurements, picked: Sequence[int]) -> list[Option]:
     return [bucket.option(c) for bucket, c in zip(facts.buckets, picked, strict=True)]
 
 
-def _within(measured: float, expected: float) -> float:
-    """Return measured / expected, at most `_MOST` and at least its inverse; 1 where either is nothing."""
-    if measured <= 0 or expected <= 0:
-        return 1.0
-    return min(_MOST, max(1 / _MOST, measured / expected))
+def _ratio(measured: float, expected: float) -> float:
+    """Return measured / expected; 1 where either is nothing."""
+    return measured / expected if measured > 0 and expected > 0 else 1.0
+
+
+def _within(factor: float) -> float:
+    """Return the factor, at most `_MOST` and at least its inverse."""
+    return min(_MOST, max(1 / _MOST, factor))
 
 
 def _nearest(step_s: Callable[[float], float], wanted_s: float) -> float:

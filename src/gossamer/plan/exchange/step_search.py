@@ -66,7 +66,12 @@ class Mixture:
 
     def on(self, facts: StepMeasurements) -> Mixture:
         """Return the same candidates with the times of other measurements of the same buckets."""
-        return Mixture.alone(facts, Column.picked_for(facts, self.picked))
+        return Mixture.picked_on(facts, self.picked)
+
+    @staticmethod
+    def picked_on(facts: StepMeasurements, picked: tuple[int, ...]) -> Mixture:
+        """Return the mixture with candidate `picked[b]` for bucket b of `facts`."""
+        return Mixture.alone(facts, Column.picked_for(facts, picked))
 
     @cached_property
     def picked(self) -> tuple[int, ...]:
