@@ -175,11 +175,8 @@ class BackwardPasses:
         if weighted.
         """
         one = self._opened(name)
-        param = self._buckets.params[name]
-        if name not in self._gradients.held or not self._buckets.is_view(name, param.grad):
-            self._gradients.set_aside(name)
+        self._gradients.take(name)
         one.touched.add(name)
-        param.grad = None  # so that autograd stores this pass's gradient alone
         if one.is_grouped and gradient is not None and (weight := self._status.weight(one)) != 1.0:
             return gradient * weight
         return None
@@ -216,7 +213,7 @@ class BackwardPasses:
                 view.copy_(new)
         if self._watch is not None and one.exchanging is not None:
             self._watch.arrive(name)
-        param.grad = view
+        self._gradients.give(name)
         one.arrived.add(name)
         slot.waits -= 1
         if slot.waits == 0 and one.exchanging is not None:
@@ -280,6 +277,7 @@ class BackwardPasses:
             self._watch.turn(is_asked=watched().running > 0)
         for slot in self._buckets.slots:
             slot.open()
+        self._buckets.leave_kept(self._gradients.held)
         return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
 
     def _hold(self, one: BackwardPass) -> None:
