@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from loops.habit import habit
-from loops.scene import batches, cross_entropy, net, pairs, seeded, sgd
+from loops.scene import batches, cross_entropy, net, pairs, rank, seeded, sgd
 
 
 @habit(must="equal")
@@ -348,6 +350,51 @@ def hook_that_clamps(wrap):
         optimizer.zero_grad()
         cross_entropy(model, x, y).backward()
         optimizer.step()
+    return model
+
+
+@habit(must="equal", steps=6)
+def hook_that_clamps_amid_a_group(wrap):
+    """accumulate=2: the hook sees each of the two gradients."""
+    model, norms = net(), []
+    for param in model.parameters():
+        param.register_hook(lambda grad: norms.append(grad.norm()) or grad.clamp(-0.01, 0.01))
+    model, optimizer, loader = wrap(model, sgd(model), batches(), accumulate=2)
+    for i, (x, y) in enumerate(loader):
+        cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, sum(norms), len(norms)
+
+
+@habit(must="equal", steps=6)
+def hook_that_clamps_without_sync(wrap):
+    """The same with no_sync, where there is one, and a hook on one parameter alone."""
+    model = net()
+    model[2].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model, optimizer, loader = wrap(model, sgd(model), batches())
+    for i, (x, y) in enumerate(loader):
+        with nullcontext() if i % 2 else getattr(model, "no_sync", nullcontext)():
+            cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@habit(may="refused", says="on all ranks or on none", steps=6)
+def hook_on_rank_0_amid_a_group(wrap):
+    """accumulate=2, and rank 0 alone has a hook that logs."""
+    model, seen = net(), []
+    if rank() == 0:
+        model[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
+    model, optimizer, loader = wrap(model, sgd(model), batches(), accumulate=2)
+    for i, (x, y) in enumerate(loader):
+        cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
     return model
 
 

@@ -36,10 +36,10 @@ from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.pass_status import PassStatus
 from gossamer.own_loop.process_group import LoopGroup
-from gossamer.own_loop.status_rows import BACKWARD, CHOICE, TAKEN, Deferred, StatusRow, StatusRows
+from gossamer.own_loop.status_rows import BACKWARD, CHOICE, TAKEN, TOLD, Deferred, StatusRow, StatusRows
 from gossamer.own_loop.trained_parameters import TrainedParameters
 from gossamer.own_loop.user_gradients import UserGradients
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
 
 AUTO = "auto"
@@ -266,10 +266,11 @@ class BackwardPasses:
         self._give_up_if_dropped()
         self.serial += 1
         self._grouped += 1
-        is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
+        is_held = self._is_held_back()
         counted = self.hand.counted(self._counted, self.manner.loss)
         deferred, self._deferred = self._deferred, None
-        beside = (float(len(self._buckets.params)), *(deferred.told if deferred is not None else ()))
+        told = deferred.told if deferred is not None else (0.0,) * TOLD
+        beside = (float(len(self._buckets.params)), *told, float(is_held))
         row = StatusRow.of(BACKWARD, self.serial, counted, self.hand.mark, beside=beside)
         weighing = self._status.start(row)
         exchanging = None if is_held else self._exchange.begin()
@@ -279,6 +280,23 @@ class BackwardPasses:
             slot.open()
         self._buckets.leave_kept(self._gradients.held)
         return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
+
+    def _is_held_back(self) -> bool:
+        """Return whether the gradients of the pass that begins wait for others of its group.
+
+        A user's hook on a parameter would see the sum of a group once, and not each gradient of it, so where there are
+        hooks every pass is exchanged. Raises BadInput for a hook that comes when a group has begun.
+        """
+        is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
+        hooked = next((name for name, param in self._buckets.params.items() if param._backward_hooks), None)
+        if hooked is not None and self._gradients.held:
+            raise bad_input(
+                wanted="hooks on parameters (param.register_hook) before the first of the backward passes whose "
+                "gradients are averaged in one exchange (accumulate=, model.no_sync())",
+                got=f"one on parameter {hooked} between two of them",
+                do="register it before the first one, or after the last one",
+            )
+        return is_held and hooked is None
 
     def _hold(self, one: BackwardPass) -> None:
         """End a pass whose gradients wait for others of its group."""
