@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.own_loop import _buffers
 from gossamer.own_loop.optimizer_step import _differ, _leaning
 from gossamer.own_loop.startup import check_optimizers
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.spec.errors import BadInput, StepRejected
 from pool import Pool
 
@@ -50,7 +50,24 @@ def test_an_optimizer_that_was_not_constructed_as_one_is_refused() -> None:
 def test_frozen_parameters_are_among_what_ranks_compare() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
     model.register_buffer("queue", torch.zeros(2))
-    assert set(_buffers([model])) == {"queue", "2.weight", "2.bias"}
+    assert set(UntrainedTensors([model]).by_name()) == {"queue", "2.weight", "2.bias"}
+
+
+def test_what_is_compared_is_what_a_model_has_now() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for model in models:
+        model.register_buffer("center", torch.zeros(2))
+        model.register_buffer("cached", torch.zeros(2), persistent=False)
+    untrained = UntrainedTensors(models)
+    for model in models:
+        model.center, model.cached = torch.ones(2), torch.ones(2)
+    models[1].weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    found = untrained.by_name()
+    names = {f"model {index} {name}" for index in range(2) for name in ("center", "cached")} | {"model 1 weight"}
+    assert set(found) == names and all(bool(one.all()) for one in found.values())
+    models[0].cached = torch.ones(3)  # a cache, that a rank whose rows are longer has made longer
+    models[1].register_buffer("later", torch.ones(3), persistent=False)
+    assert set(untrained.by_name()) == names - {"model 0 cached"}
 
 
 def test_the_last_pass_of_a_group_may_be_that_of_a_closure_and_a_released_model_is_alone(pool: Pool) -> None:

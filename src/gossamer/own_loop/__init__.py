@@ -25,7 +25,7 @@ each module here holds one other part of that contract.
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
     exchange_choice     exchange="auto"                      batch_norm        statistics over all ranks
     loss_denominator    the number a loss is a mean over     learning_rates    those that error feedback follows
-    compute_clock       the time of a rank's own work
+    compute_clock       the time of a rank's own work        untrained_tensors   buffers, and frozen parameters
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from gossamer.own_loop.process_group import LoopGroup, parts_of, party
 from gossamer.own_loop.rank_loader import RankDataLoader, refuse_sampler, rows_of
 from gossamer.own_loop.startup import check_models, check_optimizers, start_alike, tensors_of
 from gossamer.own_loop.trained_parameters import TrainedParameters
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.recipe import check_loop
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
@@ -125,9 +126,10 @@ def _hook_steps(
     max_grad_norm: float,
 ) -> None:
     """Make the optimizers' steps transactions of all ranks, and give every model its `no_sync`."""
+    untrained = UntrainedTensors(models)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
-        OptimizerSteps(one, mine, max_grad_norm, _buffers(models))
+        OptimizerSteps(one, mine, max_grad_norm, untrained)
         hand.know(one)
     rates = LearningRates(tuple(weakref.ref(one) for one in optimizers))
     for each in passes:
@@ -136,21 +138,10 @@ def _hook_steps(
         object.__setattr__(model, "no_sync", NoSync(passes[index] if passes else None))
 
 
-def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors that must be equal on all ranks besides trained parameters: frozen parameters, and all buffers
-    but BatchNorm's, which have a warning of their own.
-    """
-    frozen: dict[str, torch.Tensor] = {
-        name: p for model in models for name, p in model.named_parameters() if not p.requires_grad
-    }
-    held = {
-        f"{name}.{own}".lstrip("."): buffer
-        for model in models
-        for name, layer in model.named_modules()
-        if not isinstance(layer, nn.modules.batchnorm._NormBase)
-        for own, buffer in layer.named_buffers(recurse=False)
-    }
-    return held | frozen
+def _forget(model: weakref.ref[nn.Module]) -> None:
+    """Let a model keep its gradient averaging alive no longer."""
+    if (found := model()) is not None:
+        object.__setattr__(found, "no_sync", NoSync())
 
 
 class NoSync:

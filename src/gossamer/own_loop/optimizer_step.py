@@ -28,6 +28,7 @@ from gossamer.ops.fingerprint import digest
 from gossamer.ops.norm import global_norm_squared, scale_
 from gossamer.own_loop.backward_passes import BackwardPasses
 from gossamer.own_loop.status_rows import LOSS, STEP, TOLD, Deferred, StatusRow
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.spec.errors import BadInput, StepRejected, WireMismatch, bad_input
 
 _log = logging.getLogger(__name__)
@@ -50,13 +51,13 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, buffers: Mapping[str, Tensor]
+        self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, untrained: UntrainedTensors
     ) -> None:
-        """Register the hooks. `clip`: largest norm of its gradients, 0 for none. `buffers`: tensors besides the trained
-        parameters that must be equal on all ranks, frozen parameters among them.
+        """Register the hooks, in place of those of an earlier wrap of the optimizer. `clip`: largest norm of its
+        gradients, 0 for none. `untrained`: what else must be equal on all ranks.
         """
         self._all, self._clip = tuple(passes), clip
-        self._buffers = dict(buffers)
+        self._untrained, self._names = untrained, tuple[str, ...]()  # of those compared last
         self.made = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         optimizer.rejected = 0  # type: ignore[attr-defined]
@@ -119,7 +120,7 @@ class OptimizerSteps:
     @property
     def _comparison(self) -> Callable[[Tensor], None]:
         """Return the comparison of what ranks tell in this step; it does not keep the passes alive, which keep it."""
-        return partial(_compare, step=self.made + 1, names=tuple(self._buffers))
+        return partial(_compare, step=self.made + 1, names=self._names)
 
     @property
     def _is_strict(self) -> bool:
@@ -144,7 +145,8 @@ class OptimizerSteps:
         held, buffers = 0.0, 0.0
         if self._is_strict or self.made % _HELD_STEPS == 0:
             held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
-            buffers = _leaning(list(self._buffers.values()))
+            found = self._untrained.by_name()
+            self._names, buffers = tuple(found), _leaning(list(found.values()))
         return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
     def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
