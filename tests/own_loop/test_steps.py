@@ -185,6 +185,18 @@ def test_the_norm_that_is_clipped_has_no_loss_scale(fused: bool, unscales: bool)
     assert net.weight.item() == pytest.approx(-0.5, rel=1e-5)
 
 
+def test_an_optimizer_that_is_wrapped_again_is_clipped_as_the_last_wrap_says() -> None:
+    net = weight_of(0.0)
+    optimizer: Any = torch.optim.SGD(net.parameters(), 1.0)
+    for norm, moved in ((0.5, 0.5), (2.0, 2.0), (0.0, 100.0)):
+        net, optimizer, _ = gossamer.wrap(net, optimizer, max_grad_norm=norm)
+        nn.init.zeros_(net.weight)
+        optimizer.zero_grad()
+        (-100 * net(torch.ones(4, 1))).mean().backward()
+        optimizer.step()
+        assert net.weight.item() == pytest.approx(moved, rel=1e-5)
+
+
 def test_a_step_that_takes_the_scaler_itself_is_not_clipped_but_refused() -> None:
     class Own(torch.optim.SGD):
         def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:

@@ -34,6 +34,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from gossamer.own_loop.backward_pass import PassSettings
 from gossamer.own_loop.backward_passes import AUTO, BackwardPasses
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
+from gossamer.own_loop.gradient_hooks import close_earlier
 from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.loss_denominator import READ, denominator_of
 from gossamer.own_loop.optimizer_step import OptimizerSteps
@@ -136,6 +138,8 @@ def _hook_steps(
         each.follow_rates(rates)
     for index, model in enumerate(models):
         object.__setattr__(model, "no_sync", NoSync(passes[index] if passes else None))
+        if passes:
+            passes[index].at_close(partial(_forget, weakref.ref(model)))
 
 
 def _forget(model: weakref.ref[nn.Module]) -> None:
@@ -179,9 +183,10 @@ def _met(
         channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
+            close_earlier(_every(models, optimizers))
         pump, words = CommThread(channel), whole.meet(f"words {index}", "gloo")
         one = BackwardPasses(_trained(index, models, optimizers), exchange, whole, pump, words, hand, manner)
-        hand.look(model)
+        one.at_close(hand.look(model))
         passes.append(one)
         weakref.finalize(one, _close, pump, words, whole, index)
     if not any(one.params for one in passes):
@@ -197,6 +202,11 @@ def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optim
     own = {id(p) for p in models[index].parameters()}
     others = frozenset(before | (later - own))
     return TrainedParameters(models[index], optimizers, others, has_loose=index == 0)
+
+
+def _every(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """Return all parameters of the models and the optimizers, trained or frozen."""
+    return [p for model in models for p in model.parameters()] + [p for one in optimizers for p in _params(one)]
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

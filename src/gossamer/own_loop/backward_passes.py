@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,14 @@ from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
 from gossamer.own_loop.bucket_exchange import BucketSender
 from gossamer.own_loop.exchange_choice import Found, PassProfile
 from gossamer.own_loop.gradient_buckets import LoopBuckets
-from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
+from gossamer.own_loop.gradient_hooks import (
+    GradientHooks,
+    LossHook,
+    PassEnding,
+    PassEvents,
+    defer_hooks,
+    refuse_after_hooks,
+)
 from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
@@ -79,7 +86,9 @@ class BackwardPasses:
         self._exchange = BucketSender(self._buckets, self._status, pump, party, manner)
         if self._watch is not None:
             self._exchange.sees = self._watch.see
-        self.is_closed = False
+        self.is_closed = False  # whether another wrap has taken the parameters over, or the model was let go
+        self.is_released = False
+        self._undo: list[Callable[[], None]] = []
         self.serial = 0  # number of the last pass
         self.skipped = 0  # passes in a row without a step
         self._deferred: Deferred | None = None
@@ -89,7 +98,9 @@ class BackwardPasses:
         self._grouped = 0  # passes in the group
         self._quiet = 0  # depth of no_sync
         self.take_in(trained.new({}))
-        weakref.finalize(self, watched().look(LossHook(weakref.ref(self))))
+        unlook = watched().look(LossHook(weakref.ref(self)))
+        self.at_close(unlook)
+        weakref.finalize(self, unlook)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -158,10 +169,13 @@ class BackwardPasses:
 
     def asked(self, asked: BackwardCall) -> None:
         """Read the loss denominators of a backward call that is about to run, and take in newly trained parameters."""
+        if self.is_closed:
+            return
         if new := self.trained.new(self._buckets.params):
             self._take_in_later(new)
+        mine: weakref.ref[PassEvents] = weakref.ref(self)
         for param in self._buckets.params.values():
-            defer_hooks(param)
+            defer_hooks(param, mine)
         self._counted = None
         if self.manner.loss.reads_graph:
             with self._clock.stopped():  # only the first steps look through a loss's graph
@@ -413,7 +427,18 @@ class BackwardPasses:
         """Return the loss of the global batch from the ranks' own losses of the last pass. All ranks must call it."""
         return self._status.whole(loss, self.serial)
 
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the wrap is closed."""
+        self._undo.append(undo)
+
     def close(self) -> None:
-        """Remove all hooks, as another wrap has taken over the parameters."""
-        self._hooks.remove()
+        """Undo what the wrap has done to parameters, layers and model, as another wrap takes the parameters over."""
         self.is_closed = True
+        self._hooks.remove()
+        while self._undo:
+            self._undo.pop()()
+
+    def release(self) -> None:
+        """Close the wrap for good: gradients and steps are this process's own again."""
+        self.close()
+        self.is_released = True
