@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from loops.habit import habit
-from loops.scene import batches, cross_entropy, net, pairs, seeded, sgd
+from loops.scene import batches, cross_entropy, net, pairs, rank, seeded, sgd
 
 
 @habit(must="equal")
@@ -139,6 +141,76 @@ def projected(wrap):
             param.grad = a + b - against / b.square().sum() * b
         optimizer.step()
     return model
+
+
+@habit(must="equal")
+def kept_as_they_are(wrap):
+    """Two losses' gradients are kept, without a copy, and the second counts twice."""
+    model = net()
+    params = list(model.parameters())
+    model, optimizer, loader = wrap(model, sgd(model, 0.05), batches(rows=7))
+    for x, y in loader:
+        out, kept = model(x), []
+        for loss in (F.cross_entropy(out, y), out.square().mean()):
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            kept.append([p.grad for p in params])
+        for param, a, b in zip(params, *kept, strict=True):
+            param.grad = a + 2 * b
+        optimizer.step()
+    return model
+
+
+@habit(must="equal")
+def kept_in_parts(wrap):
+    """Rows, views and a sum of the gradients of the step before are kept, and compared with those of this one."""
+    model, log, before = net(), [], None
+    params = list(model.parameters())
+    model, optimizer, loader = wrap(model, sgd(model), batches(rows=7))
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        now = params[0].grad[0], params[2].grad.view(-1), params[4].grad.T, params[1].grad.detach()
+        if before is not None:
+            log += [F.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in zip(now, before, strict=True)]
+        before = now
+        optimizer.step()
+    return model, log
+
+
+@habit(must="equal")
+def kept_and_added_to(wrap):
+    """`.grad` is kept and not dropped: a second backward adds to what is kept; zeros go into it."""
+    model, log = net(), []
+    params = list(model.parameters())
+    model, optimizer, loader = wrap(model, sgd(model), batches(rows=7))
+    kept = []
+    for x, y in loader:
+        cross_entropy(model, x, y).backward()
+        kept = kept or [p.grad for p in params]
+        model(x).square().mean().backward()
+        log += [k.norm() for k in kept]
+        assert all(p.grad is k for p, k in zip(params, kept, strict=True))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return model, log
+
+
+@habit(must="equal", steps=6)
+def kept_amid_a_group(wrap):
+    """accumulate=2, and the gradients of the step before are kept without a copy."""
+    model, log, before = net(), [], None
+    params = list(model.parameters())
+    model, optimizer, loader = wrap(model, sgd(model), batches(), accumulate=2)
+    for i, (x, y) in enumerate(loader):
+        (cross_entropy(model, x, y) / 2).backward()
+        if i % 2:
+            now = [p.grad for p in params]
+            log += [(a * b).sum() for a, b in zip(now, before, strict=True)] if before else []
+            before = now
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, log
 
 
 @habit(must="equal")
@@ -278,6 +350,51 @@ def hook_that_clamps(wrap):
         optimizer.zero_grad()
         cross_entropy(model, x, y).backward()
         optimizer.step()
+    return model
+
+
+@habit(must="equal", steps=6)
+def hook_that_clamps_amid_a_group(wrap):
+    """accumulate=2: the hook sees each of the two gradients."""
+    model, norms = net(), []
+    for param in model.parameters():
+        param.register_hook(lambda grad: norms.append(grad.norm()) or grad.clamp(-0.01, 0.01))
+    model, optimizer, loader = wrap(model, sgd(model), batches(), accumulate=2)
+    for i, (x, y) in enumerate(loader):
+        cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, sum(norms), len(norms)
+
+
+@habit(must="equal", steps=6)
+def hook_that_clamps_without_sync(wrap):
+    """The same with no_sync, where there is one, and a hook on one parameter alone."""
+    model = net()
+    model[2].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model, optimizer, loader = wrap(model, sgd(model), batches())
+    for i, (x, y) in enumerate(loader):
+        with nullcontext() if i % 2 else getattr(model, "no_sync", nullcontext)():
+            cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@habit(may="refused", says="on all ranks or on none", steps=6)
+def hook_on_rank_0_amid_a_group(wrap):
+    """accumulate=2, and rank 0 alone has a hook that logs."""
+    model, seen = net(), []
+    if rank() == 0:
+        model[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
+    model, optimizer, loader = wrap(model, sgd(model), batches(), accumulate=2)
+    for i, (x, y) in enumerate(loader):
+        cross_entropy(model, x, y).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
     return model
 
 

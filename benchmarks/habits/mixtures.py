@@ -357,6 +357,129 @@ def wrapped_again(wrap):
     return model
 
 
+@habit(must="equal")
+def wrapped_again_unfrozen(wrap):
+    """The second stage unfreezes the first layer, and wraps again with the same optimizer."""
+    model = net()
+    optimizer = sgd(model)
+    for stage in range(2):
+        model[0].requires_grad_(stage == 1)
+        model, optimizer, loader = wrap(model, optimizer, batches(seed=stage))
+        for x, y in loader:
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@habit(must="equal")
+def wrapped_again_with_a_group_more(wrap):
+    """The second stage gives the optimizer a parameter of its own, and wraps again."""
+    model, scale = net(), nn.Parameter(torch.ones(()))
+    optimizer = sgd(model)
+    for stage in range(2):
+        if stage:
+            optimizer.add_param_group({"params": [scale]})
+        model, optimizer, loader = wrap(model, optimizer, batches(seed=stage, rows=7))
+        for x, y in loader:
+            F.cross_entropy(scale * model(x) if stage else model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, scale
+
+
+def clipped_in_stages(wrap):
+    """The first stage is clipped to a norm of 0.02, the second to 0.5, the third not at all."""
+    return in_stages(wrap, lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm) if norm else None)
+
+
+@habit(must="equal", like=clipped_in_stages)
+def wrapped_again_with_another_norm(wrap):
+    """max_grad_norm=0.02, then 0.5, then none."""
+    return in_stages(wrap, lambda model, norm: None, told=True)
+
+
+def in_stages(wrap, clip, *, told=False):
+    model = net()
+    optimizer = sgd(model)
+    for stage, norm in enumerate((0.02, 0.5, 0.0)):
+        model, optimizer, loader = wrap(
+            model, optimizer, batches(seed=stage, rows=7), max_grad_norm=norm if told else 0.0
+        )
+        for x, y in loader:
+            cross_entropy(model, x, y).backward()
+            clip(model, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+@habit(must="equal")
+def head_replaced_after_pretraining(wrap):
+    """A body is trained with one head, then with another, each time with an optimizer and a schedule of its own."""
+    body, heads = net(outputs=5), [nn.Linear(5, CLASSES) for _ in range(2)]
+    for stage, head in enumerate(heads):
+        model = nn.Sequential(body, head)
+        model, optimizer, loader = wrap(model, sgd(model), batches(seed=stage, rows=7))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+        for x, y in loader:
+            cross_entropy(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return body, heads
+
+
+@habit(may="refused", says="as lists")
+def two_wraps_that_share(wrap):
+    """An actor and a critic with one trunk, each with a wrap and an optimizer of its own."""
+    trunk = net(outputs=5)
+    actor, critic = nn.Sequential(trunk, nn.Linear(5, CLASSES)), nn.Sequential(trunk, nn.Linear(5, 1))
+    actor, first, loader = wrap(actor, sgd(actor), batches())
+    critic, second, _ = wrap(critic, sgd(critic))
+    for x, y in loader:
+        cross_entropy(actor, x, y).backward()
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        critic(x).square().mean().backward()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    return actor, critic
+
+
+@habit(may="refused", says="as lists")
+def wrap_of_a_part_later(wrap):
+    """The head is wrapped once more with an optimizer of its own, and the first one goes on with the rest."""
+    model = net()
+    model, first, loader = wrap(model, sgd(model[:4]), batches())
+    head, second, _ = wrap(model[4], torch.optim.AdamW(model[4].parameters(), 0.01))
+    for x, y in loader:
+        cross_entropy(model, x, y).backward()
+        for one in (first, second):
+            one.step()
+            one.zero_grad()
+    return model, head
+
+
+@habit(may="refused", says="as lists")
+def part_unfrozen_and_wrapped_later(wrap):
+    """The head alone is trained at first; then the body is unfrozen, and wrapped with an optimizer of its own."""
+    model = net()
+    model[:4].requires_grad_(False)
+    model, first, loader = wrap(model, sgd(model[4]), batches())
+    second = None
+    for i, (x, y) in enumerate(loader):
+        if i == 4:
+            body, second, _ = wrap(model[:4].requires_grad_(True), sgd(model[:4]))
+        cross_entropy(model, x, y).backward()
+        for one in filter(None, (first, second)):
+            one.step()
+            one.zero_grad()
+    return model, body
+
+
 @habit(must="equal", steps=6)
 def checkpointed_tied_and_grouped(wrap):
     """Tied layers in two checkpoints, a group of two passes, and gradients that are clipped."""

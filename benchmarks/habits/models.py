@@ -379,6 +379,53 @@ def buffers_of_the_batch(wrap):
     return trained(wrap, model, loss_of=loss_of)
 
 
+@habit(may="refused", says="buffers differ")
+def buffers_assigned_of_the_batch(wrap):
+    """The same, and each step puts a new tensor in the buffer's place (DINO's center)."""
+    model = net()
+    model.register_buffer("mean", torch.zeros(WIDTH))
+
+    def loss_of(model, x, y):
+        model.mean = model.mean * 0.9 + x.mean(0) * 0.1
+        return cross_entropy(model, x - model.mean, y)
+
+    return trained(wrap, model, loss_of=loss_of)
+
+
+@habit(must="equal")
+def buffers_assigned_of_the_weights(wrap):
+    """A new tensor in a buffer's place that is the same on all ranks, and one in that of a frozen parameter."""
+    model = net()
+    model.register_buffer("slow", model[0].weight.detach().clone())
+    model[2].requires_grad_(False)
+
+    def loss_of(model, x, y):
+        model.slow = model.slow.lerp(model[0].weight.detach(), 0.1)
+        model[2].bias = nn.Parameter(model[2].bias + 0.01 * model.slow.mean(), requires_grad=False)
+        return cross_entropy(model, x, y)
+
+    return trained(wrap, model, adamw(model), loss_of=loss_of)
+
+
+@habit(must="equal")
+def batch_norm_of_all_wrapped_again(wrap):
+    """Two stages with batch_norm="all", of which the second trains all but the first layer."""
+    model = nn.Sequential(net(outputs=5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES))
+    optimizer = sgd(model)
+    for stage in range(2):
+        model[0].requires_grad_(stage == 0)
+        trained(wrap, model, optimizer, batches(rows=9, seed=stage), batch_norm="all")
+    return model
+
+
+@habit(must="equal")
+def batch_norm_of_all_copied(wrap):
+    """A copy of a model that was wrapped with batch_norm="all" is wrapped so, too."""
+    model = nn.Sequential(net(outputs=5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES))
+    trained(wrap, model, data=batches(rows=9), batch_norm="all")
+    return model, trained(wrap, copy.deepcopy(model), data=batches(rows=9, seed=1), batch_norm="all")
+
+
 @habit(must="equal")
 def normed_weights(wrap):
     """weight_norm, and spectral_norm with its buffers: parametrizations of the weights."""

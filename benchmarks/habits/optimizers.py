@@ -7,10 +7,11 @@ import io
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.optim import lr_scheduler
 
 from loops.habit import habit
-from loops.scene import batches, cross_entropy, net, pairs, rank, sgd
+from loops.scene import CLASSES, batches, cross_entropy, net, pairs, rank, sgd
 
 
 def trained(wrap, kind, /, **settings):
@@ -59,6 +60,42 @@ def adam(wrap):
 def adamw_fused(wrap):
     """AdamW, fused."""
     return trained(wrap, torch.optim.AdamW, lr=0.01, fused=True)
+
+
+@habit(must="equal")
+def adamw_fused_channels_last(wrap):
+    """AdamW, fused, of a convolution in channels_last and a transposed weight: kernels walk through their memory."""
+    return out_of_order(wrap, fused=True)
+
+
+@habit(must="equal", steps=6)
+def adamw_fused_channels_last_amid_a_group(wrap):
+    """The same with accumulate=2, and gradients that are zeroed in place."""
+    return out_of_order(wrap, accumulate=2, fused=True)
+
+
+@habit(must="equal")
+def adamw_channels_last(wrap):
+    """The same, not fused."""
+    return out_of_order(wrap)
+
+
+def out_of_order(wrap, accumulate=1, **settings):
+    """A loop with parameters whose elements do not lie in the order of their rows."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Unflatten(1, (3, 4, 4)), nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, CLASSES))
+    model = model.to(memory_format=torch.channels_last)
+    model[3].weight = nn.Parameter(model[3].weight.detach().T.contiguous().T)
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(len(y), 48, generator=draw), y) for _, y in batches()]
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, **settings)
+    model, optimizer, loader = wrap(model, optimizer, data, accumulate=accumulate)
+    for i, (x, y) in enumerate(loader):
+        (cross_entropy(model, x, y) / accumulate).backward()
+        if (i + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=accumulate == 1)
+    return model
 
 
 @habit(must="equal")

@@ -31,6 +31,10 @@ for _ in range(64):
     labels[: int(torch.randint(0, 12, (1,), generator=draw))] = -100
     rows.append({"input_ids": ids, "labels": labels})
 
+seen = []
+if how == "twice":
+    next(model.parameters()).register_hook(lambda gradient: seen.append(gradient.norm()))
+
 def make(steps, **more):
     arguments = TrainingArguments(
         output_dir=out + "-" + which, per_device_train_batch_size=4 // accumulate, max_steps=steps, learning_rate=1e-2,
@@ -63,8 +67,10 @@ assert module == ("DistributedDataParallel" if which == "ddp" and "RANK" in os.e
 if which != "ddp":  # after training a backward pass is this rank's own: it waits for nobody
     if os.environ.get("RANK", "0") == "0":
         trainer.model.zero_grad()
+        before = len(seen)
         trainer.model(input_ids=rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
         assert sum(float(p.grad.abs().sum()) for p in trainer.model.parameters()) > 0
+        assert len(seen) == before + (how == "twice")  # the user's own hooks are called again
 if os.environ.get("RANK", "0") == "0":
     torch.save({name: p.detach().clone() for name, p in model.named_parameters()}, out)
 """

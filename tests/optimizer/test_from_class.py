@@ -51,6 +51,31 @@ def test_it_moves_as_in_torch_and_goes_on_from_its_states(path: str, arguments: 
     assert all(torch.equal(ours[name], theirs[name].detach()) for name in SHAPES)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_elements_in_another_order_than_rows_move_as_in_torch(fused: bool) -> None:
+    """Kernels of fused optimizers walk through the memory of parameter, gradient and states side by side."""
+    orders: dict[str, Any] = {
+        "kernel": lambda one: one.to(memory_format=torch.channels_last),
+        "transposed": lambda one: one.T.contiguous().T,
+    }
+    shapes = {"kernel": (4, 3, 3, 3), "transposed": (5, 7)}
+    draw = torch.Generator().manual_seed(1)
+    first = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    ours = {name: orders[name](one.clone()) for name, one in first.items()}
+    theirs = {name: nn.Parameter(orders[name](one.clone())) for name, one in first.items()}
+    rule = FromClass(path="torch.optim:AdamW", lr=0.02, arguments={"fused": fused})
+    state = rule.init(ours)
+    other = torch.optim.AdamW(list(theirs.values()), lr=0.02, fused=fused)
+    for step in range(4):
+        grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        rule.update(ours, grads, state, lr_scale=1.0, step=step)
+        for name, grad in grads.items():
+            theirs[name].grad = orders[name](grad.clone())
+        other.step()
+    for name, param in theirs.items():
+        torch.testing.assert_close(ours[name], param.detach(), rtol=1e-6, atol=1e-7)
+
+
 def test_what_a_rank_cannot_do_alone_is_known() -> None:
     assert FromClass(path="torch.optim:NAdam").by_element
     assert not FromClass(path="optimizer.classes:OfNorm").by_element

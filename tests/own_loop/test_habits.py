@@ -20,6 +20,9 @@ DAILY = (
     *("ignore_index", "class_weights", "sum_with_penalty"),
     *("nested", "fewer_rows_than_ranks", "distributed_sampler_left_in"),
     *("unequal_data", "rows_of_a_class"),
+    *("wrapped_again_unfrozen", "two_wraps_that_share", "wrapped_again_with_another_norm"),
+    *("kept_as_they_are", "hook_that_clamps_amid_a_group", "hook_on_rank_0_amid_a_group"),
+    *("adamw_fused_channels_last", "buffers_assigned_of_the_batch"),
 )
 BY_NIGHT = (
     *("root_of_the_mean", "class_weights_untold", "shuffled_while_one_rank_samples"),
@@ -29,6 +32,10 @@ BY_NIGHT = (
     *("evaluated_on_the_wrapped_loader", "size_as_long_as_the_batch", "attention_of_square_batches_turned"),
     *("preference", "groups_of_answers", "queue_of_keys", "contrast_of_rows_that_want_a_gradient"),
     *("saved_and_loaded", "one_rank_stops_early", "variables_by_hand_two_wraps"),
+    *("wrapped_again_with_a_group_more", "head_replaced_after_pretraining", "wrap_of_a_part_later"),
+    *("part_unfrozen_and_wrapped_later", "kept_in_parts", "kept_and_added_to", "kept_amid_a_group"),
+    *("hook_that_clamps_without_sync", "adamw_fused_channels_last_amid_a_group"),
+    *("buffers_assigned_of_the_weights", "batch_norm_of_all_wrapped_again", "batch_norm_of_all_copied"),
 )
 
 

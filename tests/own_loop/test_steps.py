@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gossamer
-from gossamer.own_loop import _buffers
 from gossamer.own_loop.optimizer_step import _differ, _leaning
 from gossamer.own_loop.startup import check_optimizers
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.spec.errors import BadInput, StepRejected
 from pool import Pool
 
@@ -50,7 +50,24 @@ def test_an_optimizer_that_was_not_constructed_as_one_is_refused() -> None:
 def test_frozen_parameters_are_among_what_ranks_compare() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
     model.register_buffer("queue", torch.zeros(2))
-    assert set(_buffers([model])) == {"queue", "2.weight", "2.bias"}
+    assert set(UntrainedTensors([model]).by_name()) == {"queue", "2.weight", "2.bias"}
+
+
+def test_what_is_compared_is_what_a_model_has_now() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for model in models:
+        model.register_buffer("center", torch.zeros(2))
+        model.register_buffer("cached", torch.zeros(2), persistent=False)
+    untrained = UntrainedTensors(models)
+    for model in models:
+        model.center, model.cached = torch.ones(2), torch.ones(2)
+    models[1].weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    found = untrained.by_name()
+    names = {f"model {index} {name}" for index in range(2) for name in ("center", "cached")} | {"model 1 weight"}
+    assert set(found) == names and all(bool(one.all()) for one in found.values())
+    models[0].cached = torch.ones(3)  # a cache, that a rank whose rows are longer has made longer
+    models[1].register_buffer("later", torch.ones(3), persistent=False)
+    assert set(untrained.by_name()) == names - {"model 0 cached"}
 
 
 def test_the_last_pass_of_a_group_may_be_that_of_a_closure_and_a_released_model_is_alone(pool: Pool) -> None:
@@ -166,6 +183,18 @@ def test_the_norm_that_is_clipped_has_no_loss_scale(fused: bool, unscales: bool)
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert net.weight.item() == pytest.approx(-0.5, rel=1e-5)
+
+
+def test_an_optimizer_that_is_wrapped_again_is_clipped_as_the_last_wrap_says() -> None:
+    net = weight_of(0.0)
+    optimizer: Any = torch.optim.SGD(net.parameters(), 1.0)
+    for norm, moved in ((0.5, 0.5), (2.0, 2.0), (0.0, 100.0)):
+        net, optimizer, _ = gossamer.wrap(net, optimizer, max_grad_norm=norm)
+        nn.init.zeros_(net.weight)
+        optimizer.zero_grad()
+        (-100 * net(torch.ones(4, 1))).mean().backward()
+        optimizer.step()
+        assert net.weight.item() == pytest.approx(moved, rel=1e-5)
 
 
 def test_a_step_that_takes_the_scaler_itself_is_not_clipped_but_refused() -> None:

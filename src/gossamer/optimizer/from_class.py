@@ -105,13 +105,9 @@ class FromClass(Optimizer):
         for group in made.param_groups:
             group["lr"] = self.lr * lr_scale
         for name, param in held.items():
-            param.grad = grads[name].detach().to(param.dtype).clone()  # a class may write to it
+            param.grad = _in_order(grads[name].detach(), param, param.dtype)  # a class may write to it
             if float(state[name][_BEGUN]):
-                made.state[param] = {
-                    slot: one if one.dim() or not param.dim() else one.cpu()
-                    for slot, one in state[name].items()
-                    if slot != _BEGUN
-                }
+                made.state[param] = {slot: _beside(one, param) for slot, one in state[name].items() if slot != _BEGUN}
         made.step()
         for name, param in held.items():
             param.grad = None
@@ -203,6 +199,20 @@ class FromClass(Optimizer):
             do="choose another class, or train with a loop of your own (gossamer.wrap)",
             key="path",
         )
+
+
+def _beside(kept: Tensor, param: Tensor) -> Tensor:
+    """Return what is kept for a parameter as a class expects it: numbers on the CPU, others in its order."""
+    if not kept.dim():
+        return kept if not param.dim() else kept.cpu()
+    return kept if kept.stride() == param.stride() else _in_order(kept, param, kept.dtype)
+
+
+def _in_order(tensor: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy whose elements lie in the order of the parameter's, as kernels of fused optimizers walk through the
+    memory of all of them side by side.
+    """
+    return torch.empty_like(param, dtype=dtype).copy_(tensor)
 
 
 def _drawn(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -25,7 +25,7 @@ each module here holds one other part of that contract.
     blocking_exchange   exchanges without a thread           trained_parameters   parameters that require a gradient
     exchange_choice     exchange="auto"                      batch_norm        statistics over all ranks
     loss_denominator    the number a loss is a mean over     learning_rates    those that error feedback follows
-    compute_clock       the time of a rank's own work
+    compute_clock       the time of a rank's own work        untrained_tensors   buffers, and frozen parameters
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ from gossamer.own_loop.backward_pass import PassSettings
 from gossamer.own_loop.backward_passes import AUTO, BackwardPasses
 from gossamer.own_loop.batch_norm import over_all_ranks, with_statistics
 from gossamer.own_loop.batches import BatchDims, Divider, is_time_major
+from gossamer.own_loop.gradient_hooks import close_earlier
 from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.loss_denominator import READ, denominator_of
 from gossamer.own_loop.optimizer_step import OptimizerSteps
@@ -54,6 +56,7 @@ from gossamer.own_loop.process_group import LoopGroup, parts_of, party
 from gossamer.own_loop.rank_loader import RankDataLoader, refuse_sampler, rows_of
 from gossamer.own_loop.startup import check_models, check_optimizers, start_alike, tensors_of
 from gossamer.own_loop.trained_parameters import TrainedParameters
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.recipe import check_loop
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
@@ -125,32 +128,24 @@ def _hook_steps(
     max_grad_norm: float,
 ) -> None:
     """Make the optimizers' steps transactions of all ranks, and give every model its `no_sync`."""
+    untrained = UntrainedTensors(models)
     for one in optimizers:
         mine = [p for p in passes if _moves(one, p)]
-        OptimizerSteps(one, mine, max_grad_norm, _buffers(models))
+        OptimizerSteps(one, mine, max_grad_norm, untrained)
         hand.know(one)
     rates = LearningRates(tuple(weakref.ref(one) for one in optimizers))
     for each in passes:
         each.follow_rates(rates)
     for index, model in enumerate(models):
         object.__setattr__(model, "no_sync", NoSync(passes[index] if passes else None))
+        if passes:
+            passes[index].at_close(partial(_forget, weakref.ref(model)))
 
 
-def _buffers(models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the tensors that must be equal on all ranks besides trained parameters: frozen parameters, and all buffers
-    but BatchNorm's, which have a warning of their own.
-    """
-    frozen: dict[str, torch.Tensor] = {
-        name: p for model in models for name, p in model.named_parameters() if not p.requires_grad
-    }
-    held = {
-        f"{name}.{own}".lstrip("."): buffer
-        for model in models
-        for name, layer in model.named_modules()
-        if not isinstance(layer, nn.modules.batchnorm._NormBase)
-        for own, buffer in layer.named_buffers(recurse=False)
-    }
-    return held | frozen
+def _forget(model: weakref.ref[nn.Module]) -> None:
+    """Let a model keep its gradient averaging alive no longer."""
+    if (found := model()) is not None:
+        object.__setattr__(found, "no_sync", NoSync())
 
 
 class NoSync:
@@ -188,9 +183,10 @@ def _met(
         channel = whole.meet(f"model {index}", "nccl" if device.type == "cuda" else "gloo")
         if index == 0:
             start_alike(tensors_of(models, optimizers), channel)
+            close_earlier(_every(models, optimizers))
         pump, words = CommThread(channel), whole.meet(f"words {index}", "gloo")
         one = BackwardPasses(_trained(index, models, optimizers), exchange, whole, pump, words, hand, manner)
-        hand.look(model)
+        one.at_close(hand.look(model))
         passes.append(one)
         weakref.finalize(one, _close, pump, words, whole, index)
     if not any(one.params for one in passes):
@@ -206,6 +202,11 @@ def _trained(index: int, models: Sequence[nn.Module], optimizers: Sequence[Optim
     own = {id(p) for p in models[index].parameters()}
     others = frozenset(before | (later - own))
     return TrainedParameters(models[index], optimizers, others, has_loose=index == 0)
+
+
+def _every(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """Return all parameters of the models and the optimizers, trained or frozen."""
+    return [p for model in models for p in model.parameters()] + [p for one in optimizers for p in _params(one)]
 
 
 def _params(optimizer: Optimizer) -> Iterator[nn.Parameter]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -30,16 +30,23 @@ from gossamer.own_loop.backward_pass import BackwardPass, PassSettings
 from gossamer.own_loop.bucket_exchange import BucketSender
 from gossamer.own_loop.exchange_choice import Found, PassProfile
 from gossamer.own_loop.gradient_buckets import LoopBuckets
-from gossamer.own_loop.gradient_hooks import GradientHooks, LossHook, PassEnding, defer_hooks, refuse_after_hooks
+from gossamer.own_loop.gradient_hooks import (
+    GradientHooks,
+    LossHook,
+    PassEnding,
+    PassEvents,
+    defer_hooks,
+    refuse_after_hooks,
+)
 from gossamer.own_loop.learning_rates import LearningRates
 from gossamer.own_loop.losses import BackwardCall, watched
 from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.pass_status import PassStatus
 from gossamer.own_loop.process_group import LoopGroup
-from gossamer.own_loop.status_rows import BACKWARD, CHOICE, TAKEN, Deferred, StatusRow, StatusRows
+from gossamer.own_loop.status_rows import BACKWARD, CHOICE, TAKEN, TOLD, Deferred, StatusRow, StatusRows
 from gossamer.own_loop.trained_parameters import TrainedParameters
 from gossamer.own_loop.user_gradients import UserGradients
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
 
 AUTO = "auto"
@@ -79,7 +86,9 @@ class BackwardPasses:
         self._exchange = BucketSender(self._buckets, self._status, pump, party, manner)
         if self._watch is not None:
             self._exchange.sees = self._watch.see
-        self.is_closed = False
+        self.is_closed = False  # whether another wrap has taken the parameters over, or the model was let go
+        self.is_released = False
+        self._undo: list[Callable[[], None]] = []
         self.serial = 0  # number of the last pass
         self.skipped = 0  # passes in a row without a step
         self._deferred: Deferred | None = None
@@ -89,7 +98,9 @@ class BackwardPasses:
         self._grouped = 0  # passes in the group
         self._quiet = 0  # depth of no_sync
         self.take_in(trained.new({}))
-        weakref.finalize(self, watched().look(LossHook(weakref.ref(self))))
+        unlook = watched().look(LossHook(weakref.ref(self)))
+        self.at_close(unlook)
+        weakref.finalize(self, unlook)
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
@@ -158,10 +169,13 @@ class BackwardPasses:
 
     def asked(self, asked: BackwardCall) -> None:
         """Read the loss denominators of a backward call that is about to run, and take in newly trained parameters."""
+        if self.is_closed:
+            return
         if new := self.trained.new(self._buckets.params):
             self._take_in_later(new)
+        mine: weakref.ref[PassEvents] = weakref.ref(self)
         for param in self._buckets.params.values():
-            defer_hooks(param)
+            defer_hooks(param, mine)
         self._counted = None
         if self.manner.loss.reads_graph:
             with self._clock.stopped():  # only the first steps look through a loss's graph
@@ -175,11 +189,8 @@ class BackwardPasses:
         if weighted.
         """
         one = self._opened(name)
-        param = self._buckets.params[name]
-        if name not in self._gradients.held or not self._buckets.is_view(name, param.grad):
-            self._gradients.set_aside(name)
+        self._gradients.take(name)
         one.touched.add(name)
-        param.grad = None  # so that autograd stores this pass's gradient alone
         if one.is_grouped and gradient is not None and (weight := self._status.weight(one)) != 1.0:
             return gradient * weight
         return None
@@ -216,7 +227,7 @@ class BackwardPasses:
                 view.copy_(new)
         if self._watch is not None and one.exchanging is not None:
             self._watch.arrive(name)
-        param.grad = view
+        self._gradients.give(name)
         one.arrived.add(name)
         slot.waits -= 1
         if slot.waits == 0 and one.exchanging is not None:
@@ -269,10 +280,11 @@ class BackwardPasses:
         self._give_up_if_dropped()
         self.serial += 1
         self._grouped += 1
-        is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
+        is_held = self._is_held_back()
         counted = self.hand.counted(self._counted, self.manner.loss)
         deferred, self._deferred = self._deferred, None
-        beside = (float(len(self._buckets.params)), *(deferred.told if deferred is not None else ()))
+        told = deferred.told if deferred is not None else (0.0,) * TOLD
+        beside = (float(len(self._buckets.params)), *told, float(is_held))
         row = StatusRow.of(BACKWARD, self.serial, counted, self.hand.mark, beside=beside)
         weighing = self._status.start(row)
         exchanging = None if is_held else self._exchange.begin()
@@ -280,7 +292,25 @@ class BackwardPasses:
             self._watch.turn(is_asked=watched().running > 0)
         for slot in self._buckets.slots:
             slot.open()
+        self._buckets.leave_kept(self._gradients.held)
         return BackwardPass(row, weighing, exchanging, is_held or self._grouped > 1, {}, deferred)
+
+    def _is_held_back(self) -> bool:
+        """Return whether the gradients of the pass that begins wait for others of its group.
+
+        A user's hook on a parameter would see the sum of a group once, and not each gradient of it, so where there are
+        hooks every pass is exchanged. Raises BadInput for a hook that comes when a group has begun.
+        """
+        is_held = bool(self._quiet) or (self._grouped < self.manner.accumulate and not self.hand.is_last)
+        hooked = next((name for name, param in self._buckets.params.items() if param._backward_hooks), None)
+        if hooked is not None and self._gradients.held:
+            raise bad_input(
+                wanted="hooks on parameters (param.register_hook) before the first of the backward passes whose "
+                "gradients are averaged in one exchange (accumulate=, model.no_sync())",
+                got=f"one on parameter {hooked} between two of them",
+                do="register it before the first one, or after the last one",
+            )
+        return is_held and hooked is None
 
     def _hold(self, one: BackwardPass) -> None:
         """End a pass whose gradients wait for others of its group."""
@@ -397,7 +427,18 @@ class BackwardPasses:
         """Return the loss of the global batch from the ranks' own losses of the last pass. All ranks must call it."""
         return self._status.whole(loss, self.serial)
 
+    def at_close(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when the wrap is closed."""
+        self._undo.append(undo)
+
     def close(self) -> None:
-        """Remove all hooks, as another wrap has taken over the parameters."""
-        self._hooks.remove()
+        """Undo what the wrap has done to parameters, layers and model, as another wrap takes the parameters over."""
         self.is_closed = True
+        self._hooks.remove()
+        while self._undo:
+            self._undo.pop()()
+
+    def release(self) -> None:
+        """Close the wrap for good: gradients and steps are this process's own again."""
+        self.close()
+        self.is_released = True

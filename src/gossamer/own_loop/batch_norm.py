@@ -7,7 +7,8 @@ A rank's backward pass works with dL_r and not with w_r dL_r, so what it gets is
 Source: Ioffe and Szegedy, arXiv:1502.03167, section 3; the sums over ranks as in torch.nn.SyncBatchNorm, whose ranks
 all count the same.
 
-A layer keeps its parameters, buffers, name and place in the model; its class becomes a subclass of what it was.
+A layer keeps its parameters, buffers, name and place in the model; its class becomes a subclass of what it was, until
+the model is wrapped again or let go.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +40,9 @@ def with_statistics(model: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPasses, channel: Channel) -> None:
-    """Make the layers' statistics global over all ranks' rows. Raises BadInput for a layer of an unknown class."""
+    """Make the layers' statistics global over all ranks' rows, until the passes are closed. Raises BadInput for a layer
+    of an unknown class.
+    """
     for name, layer in layers:
         if type(layer) not in _CLASSES:
             raise bad_input(
@@ -46,7 +50,17 @@ def over_all_ranks(layers: Sequence[tuple[str, _BatchNorm]], passes: BackwardPas
                 do="use one of them, or batch_norm='rank'", key="batch_norm",
             )  # fmt: skip
         layer.__class__ = _CLASSES[type(layer)]
-        object.__setattr__(layer, "_ranks", _AllRanks(weakref.ref(passes), channel))
+        ranks = _AllRanks(weakref.ref(passes), channel)
+        object.__setattr__(layer, "_ranks", ranks)
+        passes.at_close(partial(_restore, weakref.ref(layer), ranks))
+
+
+def _restore(layer: weakref.ref[_BatchNorm], ranks: _Ranks) -> None:
+    """Let a layer whose statistics are over `ranks` take them over this rank's own rows again, as torch does."""
+    found = layer()
+    if found is not None and getattr(found, "_ranks", None) is ranks:
+        found.__class__ = _OWN[type(found)]
+        object.__delattr__(found, "_ranks")
 
 
 class _Ranks(ABC):
@@ -93,6 +107,8 @@ class _AllRanks(_Ranks):
         return _Alone, ()
 
     def summed(self, mine: Tensor) -> Tensor:
+        if self._passes() is None:  # the model was deleted, and the layer is a part of another one
+            return _Alone().summed(mine)
         (sent,) = self._channel.start(Message((mine.double().cpu(),), Collective.SUM)).wait()
         return sent.to(mine.device)
 
@@ -212,4 +228,12 @@ _CLASSES: dict[type[_BatchNorm], type[_BatchNorm]] = {
     nn.BatchNorm1d: BatchNorm1dOverRanks,
     nn.BatchNorm2d: BatchNorm2dOverRanks,
     nn.BatchNorm3d: BatchNorm3dOverRanks,
+    BatchNorm1dOverRanks: BatchNorm1dOverRanks,  # of a copy of a wrapped model
+    BatchNorm2dOverRanks: BatchNorm2dOverRanks,
+    BatchNorm3dOverRanks: BatchNorm3dOverRanks,
+}
+_OWN: dict[type[_BatchNorm], type[_BatchNorm]] = {
+    BatchNorm1dOverRanks: nn.BatchNorm1d,
+    BatchNorm2dOverRanks: nn.BatchNorm2d,
+    BatchNorm3dOverRanks: nn.BatchNorm3d,
 }

@@ -3,6 +3,9 @@
 An exchange that keeps a state from step to step has buckets of one optimizer's parameters alone: the state is committed
 by a step of that optimizer, and dropped where its step is rejected. So has a lossy one, whose mean may hide that a
 rank's gradients are not finite: that rejects the step of their optimizer, and of no other.
+
+A user may keep what `.grad` was (`kept = [p.grad for p in params]; optimizer.zero_grad()`). In torch that tensor stays
+as it is, so a bucket of which a tensor is kept is left to it: the next pass fills a copy.
 """
 
 from __future__ import annotations
@@ -51,6 +54,10 @@ class GradientBucket:
     waits: int = 0
     sent: bool = False
     own: Tensor | None = None  # () the sum of this rank's own gradients since the last step
+    references: int = 0  # to the memory, where only this bucket has tensors in it
+
+    def __post_init__(self) -> None:
+        self.references = _references(self.whole)
 
     @property
     def latest(self) -> ExchangeState:
@@ -67,6 +74,23 @@ class GradientBucket:
         self.waits, self.sent = len(self.layout.entries), False
         if self.pending is None:
             self.own = None
+
+    def is_kept(self, grads: Iterable[Tensor | None]) -> bool:
+        """Return whether there are tensors in the bucket's memory besides its own and `grads`: the user keeps them."""
+        found = _references(self.whole) - self.references
+        if found <= 0:
+            return False
+        start = self.whole.untyped_storage().data_ptr()
+        strided = [one for one in grads if one is not None and one.layout == torch.strided]
+        return found > len({id(one) for one in strided if one.untyped_storage().data_ptr() == start})
+
+    def renew(self) -> None:
+        """Leave the memory to the tensors that the user keeps, and go on with a copy of it."""
+        self.whole = self.whole.clone()
+        self.bucket = Bucket(self.layout, self.whole[: self.layout.numel])
+        self.views = dict(self.bucket.slices())
+        self.tail = None if self.tail is None else self.whole[self.layout.numel :]
+        self.references = _references(self.whole)
 
     def add_own(self) -> None:
         """Count in this rank's own gradients of a pass, before they are exchanged."""
@@ -167,6 +191,32 @@ class LoopBuckets:
         """Return whether `grad` is the parameter's own place in its bucket."""
         return grad is not None and grad.data_ptr() == self.slot_of(name).views[name].data_ptr()
 
+    def place(self, name: str) -> Tensor:
+        """Return a tensor that is the parameter's place in its bucket, to be its `.grad`: the one that is so already,
+        or a new one.
+
+        It is never one of the bucket's own, whose references would not tell that the user keeps it. Where that takes no
+        other order of the elements it has the parameter's strides, as torch's gradients do.
+        """
+        param, view = self.params[name], self.slot_of(name).views[name]
+        if param.grad is not None and self.is_view(name, param.grad):
+            return param.grad
+        alike = param.shape == view.shape and param.is_contiguous()
+        return view.as_strided(view.shape, param.stride()) if alike else view.view(view.shape)
+
+    def leave_kept(self, held: Collection[str]) -> None:
+        """Leave the memory of buckets to the tensors in it that the user keeps, before a pass writes to them.
+
+        `held`: parameters whose `.grad` waits for others of a group; it moves to the new memory.
+        """
+        for slot in self.slots:
+            names = [entry.name for entry in slot.layout.entries]
+            if slot.is_kept(self.params[name].grad for name in names):
+                moved = [name for name in names if name in held and self.is_view(name, self.params[name].grad)]
+                slot.renew()
+                for name in moved:
+                    self.params[name].grad = self.place(name)
+
     def marks(self, names: Iterable[str]) -> Tensor:
         """Return a mark for each parameter, (parameters,): for those in `names` HAD, or HIDDEN if the gradients of its
         bucket are not all finite and the exchange may hide that from the other ranks.
@@ -242,6 +292,12 @@ class LoopBuckets:
         """Return the buckets with gradients of parameters that `optimizer` moves."""
         place, movers, nobody = self._trained.place(optimizer), self._trained.movers(), frozenset[int]()
         return [slot for slot in self.slots if any(place in movers.get(e.name, nobody) for e in slot.layout.entries)]
+
+
+def _references(tensor: Tensor) -> int:
+    """Return how many tensors and others refer to the memory of `tensor`."""
+    found: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return found
 
 
 def _is_apart(exchange: Exchange) -> bool:

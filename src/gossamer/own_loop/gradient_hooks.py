@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.own_loop.losses import BackwardCall
-from gossamer.spec.errors import BadInput
+from gossamer.spec.errors import BadInput, bad_input
 
 
 class PassEvents(Protocol):
@@ -32,6 +32,9 @@ class PassEvents(Protocol):
 
     def close(self) -> None:
         """Receive that another wrap has taken over the parameters."""
+
+    def release(self) -> None:
+        """Receive that the parameters are this process's own again."""
 
     def answered(self, doing: str = "") -> AbstractContextManager[None]:
         """Return the context that names the ranks that are missing in it."""
@@ -93,12 +96,16 @@ class PassEnding:
 
 @dataclass(frozen=True, slots=True)
 class DeferredHook:
-    """A user's hook on a parameter's gradient, deferred until the gradient of the global batch is known."""
+    """A user's hook on a parameter's gradient, deferred until the gradient of the global batch is known.
+
+    Where the passes are no more, it is the user's hook again.
+    """
 
     on_mean: Callable[[Tensor], Tensor | None]
+    passes: weakref.ref[PassEvents]
 
-    def __call__(self, gradient: Tensor) -> None:
-        return None
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return None if self.passes() is not None else self.on_mean(gradient)
 
 
 @dataclass(slots=True)
@@ -107,13 +114,16 @@ class GradientHooks:
 
     _handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
     _nodes: list[torch.autograd.graph.Node] = field(default_factory=list)
+    _params: list[nn.Parameter] = field(default_factory=list)
 
     def add(self, params: Mapping[str, nn.Parameter], passes: weakref.ref[PassEvents]) -> None:
-        """Register the hooks on newly trained parameters; another wrap that has hooks on them is closed."""
+        """Register the hooks on newly trained parameters. Raises BadInput for one that another wrap has hooks on."""
         for name, param in params.items():
-            _close_earlier(param)
+            _refuse_owned(name, param)
             refuse_after_hooks(name, param, 0)
+        for name, param in params.items():
             self._hook(name, param, passes)
+            self._params.append(param)
 
     def _hook(self, name: str, param: nn.Parameter, passes: weakref.ref[PassEvents]) -> None:
         with torch.enable_grad():
@@ -124,24 +134,53 @@ class GradientHooks:
         self._handles.append(param.register_post_accumulate_grad_hook(AfterHook(passes, name)))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and give the user's own hooks back."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        for param in self._params:
+            _restore_hooks(param)
+        self._handles, self._nodes, self._params = [], [], []
+
+
+def close_earlier(params: Iterable[nn.Parameter]) -> None:
+    """Close the earlier wraps of parameters that are wrapped again, each as a whole.
+
+    An optimizer that moves what is left of one is refused its next step (see `optimizer_step`).
+    """
+    for one in _owners(params):
+        one.close()
 
 
 def release(model: nn.Module) -> None:
     """Undo `gossamer.wrap` of a model: its gradients are this process's own again. Nothing to undo is no error."""
-    for param in model.parameters():
-        _close_earlier(param)
+    for one in _owners(model.parameters()):
+        one.release()
 
 
-def _close_earlier(param: nn.Parameter) -> None:
-    """Close the earlier wrap of a parameter that is wrapped again."""
-    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    for one in {hook for hook in (hooks or {}).values() if isinstance(hook, AfterHook)}:
-        if (before := one.passes()) is not None:
-            before.close()
+def _owners(params: Iterable[nn.Parameter]) -> list[PassEvents]:
+    """Return the passes that have hooks on any of the parameters, each once. Hooks of deleted ones are removed."""
+    found: dict[int, PassEvents] = {}
+    for param in params:
+        hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        for key, hook in list((hooks or {}).items()):
+            if not isinstance(hook, AfterHook):
+                continue
+            if (passes := hook.passes()) is None:
+                del hooks[key]
+            else:
+                found[id(passes)] = passes
+    return list(found.values())
+
+
+def _refuse_owned(name: str, param: nn.Parameter) -> None:
+    """Raise BadInput for a parameter that another wrap averages: it was unfrozen or given to an optimizer since."""
+    if _owners([param]):
+        raise bad_input(
+            wanted="each parameter in one gossamer.wrap",
+            got=f"parameter {name} in two of them: it was unfrozen, or given to an optimizer, after the first one",
+            do="pass the models that share parameters, and their optimizers, to one gossamer.wrap, as lists",
+            key="model",
+        )
 
 
 def refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
@@ -153,9 +192,19 @@ def refuse_after_hooks(name: str, param: Tensor, ours: int) -> None:
         )
 
 
-def defer_hooks(param: nn.Parameter) -> None:
+def defer_hooks(param: nn.Parameter, passes: weakref.ref[PassEvents]) -> None:
     """Defer the user's hooks on a parameter's gradient, which would see this rank's own."""
     hooks = param._backward_hooks
     for key, hook in list(hooks.items()) if hooks else ():
         if not isinstance(hook, DeferredHook):
-            hooks[key] = DeferredHook(hook)  # type: ignore[index]
+            hooks[key] = DeferredHook(hook, passes)  # type: ignore[index]
+        elif hook.passes is not passes and hook.passes() is not passes():
+            hooks[key] = DeferredHook(hook.on_mean, passes)  # type: ignore[index]
+
+
+def _restore_hooks(param: nn.Parameter) -> None:
+    """Put the user's hooks on a parameter's gradient back in the place of the deferred ones."""
+    hooks = param._backward_hooks
+    for key, hook in list(hooks.items()) if hooks else ():
+        if isinstance(hook, DeferredHook):
+            hooks[key] = hook.on_mean  # type: ignore[index]

@@ -28,6 +28,7 @@ from gossamer.ops.fingerprint import digest
 from gossamer.ops.norm import global_norm_squared, scale_
 from gossamer.own_loop.backward_passes import BackwardPasses
 from gossamer.own_loop.status_rows import LOSS, STEP, TOLD, Deferred, StatusRow
+from gossamer.own_loop.untrained_tensors import UntrainedTensors
 from gossamer.spec.errors import BadInput, StepRejected, WireMismatch, bad_input
 
 _log = logging.getLogger(__name__)
@@ -50,16 +51,17 @@ class OptimizerSteps:
     """
 
     def __init__(
-        self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, buffers: Mapping[str, Tensor]
+        self, optimizer: Optimizer, passes: Sequence[BackwardPasses], clip: float, untrained: UntrainedTensors
     ) -> None:
-        """Register the hooks. `clip`: largest norm of its gradients, 0 for none. `buffers`: tensors besides the trained
-        parameters that must be equal on all ranks, frozen parameters among them.
+        """Register the hooks, in place of those of an earlier wrap of the optimizer. `clip`: largest norm of its
+        gradients, 0 for none. `untrained`: what else must be equal on all ranks.
         """
         self._all, self._clip = tuple(passes), clip
-        self._buffers = dict(buffers)
+        self._untrained, self._names = untrained, tuple[str, ...]()  # of those compared last
         self.made = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         optimizer.rejected = 0  # type: ignore[attr-defined]
+        _remove_earlier(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -68,7 +70,14 @@ class OptimizerSteps:
         """Return the passes that still own their parameters; another wrap may have taken them over."""
         return [one for one in self._all if not one.is_closed]
 
+    @property
+    def _is_over(self) -> bool:
+        """Return whether the models were let go: a step is the optimizer's own again."""
+        return bool(self._all) and all(one.is_released for one in self._all)
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._is_over:
+            return None
         self._check_scaler(kwargs)
         for one in self._passes:
             one.check_apart(optimizer)
@@ -83,6 +92,8 @@ class OptimizerSteps:
         return (args[0], agreed, *args[2:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_over:
+            return
         rejected = bool(self._kept)
         self._give_back()
         for one in self._passes:
@@ -119,7 +130,7 @@ class OptimizerSteps:
     @property
     def _comparison(self) -> Callable[[Tensor], None]:
         """Return the comparison of what ranks tell in this step; it does not keep the passes alive, which keep it."""
-        return partial(_compare, step=self.made + 1, names=tuple(self._buffers))
+        return partial(_compare, step=self.made + 1, names=self._names)
 
     @property
     def _is_strict(self) -> bool:
@@ -144,7 +155,8 @@ class OptimizerSteps:
         held, buffers = 0.0, 0.0
         if self._is_strict or self.made % _HELD_STEPS == 0:
             held = float(global_norm_squared([_dense(p.detach()) for p in _params(optimizer)]))
-            buffers = _leaning(list(self._buffers.values()))
+            found = self._untrained.by_name()
+            self._names, buffers = tuple(found), _leaning(list(found.values()))
         return squared, float(_settings(optimizer)), held, buffers, _slanted(grads)
 
     def _checked(self, optimizer: Optimizer, kind: int, told: tuple[float, ...]) -> list[int]:
@@ -197,11 +209,20 @@ class OptimizerSteps:
 
     def _check_known(self, optimizer: Optimizer) -> None:
         """Raise BadInput if a gradient that would move a parameter is not the mean of all ranks."""
-        if not self._passes:
+        if not self._all:
             return
         known = {id(param) for one in self._passes for param in one.params.values()}
+        before = {id(param) for one in self._all if one.is_closed for param in one.params.values()}
         for index, param in enumerate(_params(optimizer)):
             if param.grad is not None and id(param) not in known:
+                if id(param) in before:
+                    raise bad_input(
+                        wanted="a step of an optimizer that the last gossamer.wrap of its parameters was given",
+                        got="one of an earlier gossamer.wrap, which ended when parameters of it were wrapped again",
+                        do="pass the models that share parameters, and all optimizers that move them, to one "
+                        "gossamer.wrap, as lists",
+                        key="optimizer",
+                    )
                 raise BadInput(
                     f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, was unfrozen or added after "
                     "gossamer.wrap: its gradient is this rank's own, not the mean over ranks. Unfreeze or add it "
@@ -238,6 +259,14 @@ class OptimizerSteps:
                     "the exchange keeps residuals, and a GradScaler changes the scale of the gradients that they are "
                     "added to. Pass the GradScaler to gossamer.wrap as scaler="
                 )
+
+
+def _remove_earlier(optimizer: Optimizer) -> None:
+    """Remove the hooks of an earlier wrap, whose clipping and whose gradients are no longer those of the optimizer."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), OptimizerSteps):
+                del hooks[key]
 
 
 def _compare(told: Tensor, step: int, names: Sequence[str]) -> None:

@@ -121,6 +121,7 @@ class StatusRows:
         """Raise WireMismatch or BadInput if ranks differ in position or batch, or their losses have no common mean."""
         self._check_place()
         if self.mine.kind == BACKWARD:
+            self._check_group()
             self._check_batch()
             self._check_loss()
 
@@ -131,6 +132,20 @@ class StatusRows:
             raise WireMismatch(
                 f"the ranks are at different points of their training loops: {said}. Call backward and step equally "
                 "often on every rank: make each condition for a `continue`, `break` or step the same on all ranks"
+            )
+
+    def _check_group(self) -> None:
+        held = [bool(mark) for mark in self.beside[:, 1 + TOLD].tolist()]
+        if len(set(held)) > 1:
+            waiting = ", ".join(str(rank) for rank, one in enumerate(held) if one)
+            sent = ", ".join(str(rank) for rank, one in enumerate(held) if not one)
+            raise bad_input(
+                wanted=f"backward pass {self.mine.serial} averaged at once on all ranks, or later on all ranks",
+                got=f"one that waits for others (accumulate=, model.no_sync()) on rank {waiting}, and is averaged on "
+                f"rank {sent}",
+                do="use model.no_sync() on all ranks or on none; register hooks on parameters (param.register_hook), "
+                "by which every pass is averaged, on all ranks or on none; and let all loaders have equally many "
+                "batches",
             )
 
     def _check_batch(self) -> None:

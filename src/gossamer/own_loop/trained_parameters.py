@@ -57,12 +57,13 @@ class TrainedParameters:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        mine = {id(param) for param in self._own.values()} | self._others
+        mine = {id(param) for param in (*self._own.values(), *self._loose.values())} | self._others
         places: dict[int, set[int]] = {}
         for place, one in living:
             for number, param in enumerate(p for group in one.param_groups for p in group["params"]):
                 places.setdefault(id(param), set()).add(place)
                 if self._has_loose and id(param) not in mine:
                     self._loose[f"optimizer {place} parameter {number}"] = param
+                    mine.add(id(param))  # another optimizer may move it as well
         every = {**self._own, **self._loose}
         self._movers = {name: frozenset(places[id(p)]) for name, p in every.items() if id(p) in places}
