@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.api.launcher import RUN_FOLDER, Launcher
-from gossamer.api.startup import keep_settings, rollback_failed_start
+from gossamer.api.startup import keep_settings
 from gossamer.launch.environment import launcher_of, read_environment
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved
@@ -20,6 +20,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, CheckpointMismatch, Interrupted, bad_input
 from gossamer.spec.records import End, Saved, Start
 from gossamer.spec.unread_keys import check_given
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.open_display import open_display
 from gossamer.view.run_directory import RunDirectory, newest_like
 from gossamer.view.run_lock import check_free, held
