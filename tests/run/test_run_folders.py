@@ -16,6 +16,7 @@ from gossamer.api.started_run import train_command
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, load
 from gossamer.spec.config import RunConfig
+from gossamer.spec.errors import BadInput
 from gossamer.view.run_directory import RunDirectory
 
 NAMED = re.compile(r"\d{8}-\d{6}-mine")
@@ -112,3 +113,27 @@ def test_a_host_resumes_with_the_settings_of_the_launching_machine(
     given = load(None, given={"run": {"name": "mine"}, "train": {"steps": 9}})
     train_command(given, node=Node(1, 2, "127.0.0.1", 29400), resume="auto")
     assert directory.config() == given.config
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun", "lab"])
+def test_a_run_of_the_same_name_is_resumed_or_refused(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """Also where srun starts a supervisor on every node, and where the laboratory has named the folder."""
+    named = {"srun": {"SLURM_PROCID": "0"}, "torchrun": {"RANK": "0", "WORLD_SIZE": "2"}}
+    named["lab"] = {**named["torchrun"], "GOSSAMER_RUN_NAME": "mine"}
+    for name, value in named[launcher].items():
+        monkeypatch.setenv(name, value)
+    given = load(None, given={"run": {} if launcher == "lab" else {"name": "mine"}})
+    other = load(None, given={"run": {} if launcher == "lab" else {"name": "mine"}, "train": {"steps": 9}})
+    directory = RunDirectory(Path("runs/mine"))
+    (hosts.folder / "runs/mine").mkdir(parents=True)
+    (hosts.folder / "runs/mine/slurm.out").write_text("mine")
+    for resume in (None, "auto"):
+        assert started_run.run_directory(given, resume) == (directory, False)
+    directory.keep(given.config, {})
+    assert started_run.run_directory(given, "auto") == (directory, True)
+    with pytest.raises(BadInput, match=r"got runs/mine, which is there already: set run.name to another name, or give"):
+        started_run.run_directory(given, None)
+    with pytest.raises(BadInput, match="which is there already with other settings"):
+        started_run.run_directory(other, "auto")

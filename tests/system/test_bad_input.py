@@ -182,6 +182,39 @@ def test_ranks_with_different_configurations(place: Place) -> None:
     assert not place.runs()
 
 
+def test_a_run_that_is_there_is_not_trained_over(place: Place) -> None:
+    """As by the same command twice, or by a launcher that restarts its ranks."""
+    config = place.config(run={"name": "try1"})
+    place.good("train", config, "train.steps=4", **under_torchrun(0, 1, free_port()))
+    run = place.folder / "runs" / "try1"
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    for more in ((), ("--resume", "auto")):
+        again = ("train", config, "train.seed=7", "train.steps=2", *more)
+        said = one_message(place.run(*again, **under_torchrun(0, 1, free_port())))
+        assert "wanted a new run, or --resume auto, got runs/try1, which is there already" in said
+        assert "set run.name to another name" in said and ("with other settings" in said) == bool(more)
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+
+
+def test_what_lies_in_the_folder_of_a_failed_start_stays(place: Place) -> None:
+    """`#SBATCH --output=runs/job-%j/out.log`, and a text that is not there."""
+    log = place.text("runs/job-7/out.log", words=9)
+    config = place.config(run={"name": "job-7"}, data={"source": "text:absent/*.txt"})
+    said = one_message(place.run("train", config, **under_torchrun(0, 1, free_port())))
+    assert "absent" in said
+    assert [*(place.folder / "runs" / "job-7").iterdir()] == [log]
+
+
+@pytest.mark.parametrize("name", [".", "../other", "a/b"])
+def test_a_name_that_is_not_that_of_one_folder(place: Place, inside: InThisProcess, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in under_torchrun(0, 2, 1).items():
+            patch.setenv(variable, f"{value}")
+        said = one_message(inside.run(place, "train", place.config(run={"name": name})))
+    assert f"wanted the name of one folder, got '{name}'" in said
+    assert not place.runs()
+
+
 def test_a_port_in_use(place: Place, taken: int) -> None:
     config = place.config(run={"name": "alone"})
     said = one_message(place.run("train", config, **under_torchrun(0, 1, taken)))

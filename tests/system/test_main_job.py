@@ -272,6 +272,18 @@ def test_started_by_torchrun_without_a_name_is_refused(place: Place) -> None:
     assert not place.runs()
 
 
+def test_a_rank_that_starts_late_does_not_resume_the_run_that_rank_0_has_just_begun(place: Place) -> None:
+    machines = {"timeout_s": 30, "threads": 1}
+    config, port = place.config(run={"name": "late"}, machines=machines), free_port()
+    run = place.folder / "runs" / "late"
+    first = place.start("train", config, "--resume", "auto", **under_torchrun(0, 2, port))
+    eventually(lambda: (run / "run.yaml").exists() or first.poll() is not None, "rank 0 writes its settings")
+    second = place.start("train", config, "--resume", "auto", **under_torchrun(1, 2, port))
+    done = [ended(process) for process in (first, second)]
+    assert [d.code for d in done] == [0, 0], done
+    assert [start["step"] for start in records(run, "start")] == [0]
+
+
 class Rows(Dataset[dict[str, torch.Tensor]]):
     """A dataset of a user."""
 

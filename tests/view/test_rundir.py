@@ -12,7 +12,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput
 from gossamer.spec.plan import Plan
 from gossamer.spec.records import End, Event, Record, Step
-from gossamer.view.run_directory import RunDirectory, latest, open_run
+from gossamer.view.run_directory import RunDirectory, check_new, latest, open_run
 from view.streams import run, start, step
 
 
@@ -60,6 +60,30 @@ def test_names_are_stamped_and_never_shared(tmp_path: Path) -> None:
 def test_a_name_cannot_leave_the_folder(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "runs", "../../etc")
     assert directory.path.parent == tmp_path / "runs"
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", "a/", "/etc", "a\\b", "a\0"])
+def test_a_whole_name_is_that_of_one_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match=r"run\.name: wanted the name of one folder, got '.*write a name without / and"):
+        RunDirectory.named(tmp_path, name)
+    assert RunDirectory.named(tmp_path, "..a b").path == tmp_path / "..a b"
+
+
+@pytest.mark.parametrize("there", ["run.yaml", "records.jsonl", "checkpoints/step-4/x", "phases/1/records.jsonl"])
+def test_a_run_is_not_trained_over(tmp_path: Path, there: str) -> None:
+    directory = RunDirectory(tmp_path / "a")
+    check_new(directory, resume="--resume auto")
+    for name, is_run in (("out.log", False), (there, True)):
+        file = directory.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("")
+        if is_run:
+            with pytest.raises(
+                BadInput, match=r"wanted a new run, or --resume auto, got .*/a, which is there already:"
+            ):
+                check_new(directory, resume="--resume auto")
+        else:
+            check_new(directory, resume="--resume auto")
 
 
 def test_runs_where_a_file_stands_is_bad_input(tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def train_command(
     if config.machines.hosts or ray_nodes:
         return _elsewhere(resolved, started_run.run_directory(resolved, resume), ray_nodes)
     if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        return _as_rank(resolved, lambda: _run_of_ranks(resolved, resume))
+        started_run.check_asked(config, resume)
+        return _as_rank(resolved, lambda: started_run.run_directory(resolved, resume))
     if resume == "auto" and (found := newest_like(runs, config)) is not None:
         return _driven(LocalRunner(), found, resolved)
     _checked(phases)
@@ -108,7 +109,7 @@ def resume_command(
         if resolved.config.machines.hosts and resolved.config.train.phases:
             return _elsewhere(resolved, (directory, True), 0)
         if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-            return _as_rank(resolved, lambda: directory)
+            return _as_rank(resolved, lambda: (directory, True))
         return _driven(LocalRunner(), directory, resolved)
 
 
@@ -133,31 +134,23 @@ def _elsewhere(resolved: Resolved, found: tuple[RunDirectory, bool], ray_nodes: 
     return _told(directory, phases_of(resolved, directory.path))
 
 
-def _as_rank(resolved: Resolved, find: Callable[[], RunDirectory]) -> dict[str, Any]:
-    """Go through the phases as one of the ranks that torchrun, srun or mpirun started. `find`: called on rank 0."""
+def _as_rank(resolved: Resolved, begin: Callable[[], tuple[RunDirectory, bool]]) -> dict[str, Any]:
+    """Go through the phases as one of the ranks that torchrun, srun or mpirun started. `begin`: called on rank 0."""
     from gossamer.api.phase_runner.ranks import RanksRunner
+    from gossamer.job.agreed_run import agreed_run
+    from gossamer.job.worker import time_limit_s
 
+    config = resolved.config
     told: dict[str, Any] = {}
 
     def body(ready: Ready) -> None:
-        with RanksRunner.joined(ready, resolved.config) as runner:
-            directory = RunDirectory(Path(runner.agreed(lambda: str(find().path))))
+        with RanksRunner.joined(ready, config) as runner:
+            limit_s = time_limit_s(ready.place, config)
+            directory, _ = agreed_run(ready.place, runner.store, begin, timeout_s=limit_s)
             told.update(_driven(runner, directory, resolved))
 
     started_run.run_as_worker(body)
     return told if started_run.is_first() else {}
-
-
-def _run_of_ranks(resolved: Resolved, resume: str | None) -> RunDirectory:
-    directory, is_resumed = started_run.run_directory(resolved, resume)
-    if not is_resumed and directory.config_file.exists():
-        raise bad_input(
-            wanted="a new run, or --resume auto",
-            got=f"{directory.path}, which is there already" + (" with other settings" if resume else ""),
-            do="set run.name to another name, or give --resume auto with the settings that it has",
-            key="run.name",
-        )
-    return directory
 
 
 def _driven(

@@ -9,7 +9,7 @@ from typing import Any
 
 from gossamer.api.launcher import Launcher
 from gossamer.api.started_run import check_ranks, is_done
-from gossamer.api.startup import keep_settings, rollback_failed_start
+from gossamer.api.startup import keep_settings
 from gossamer.settings import Resolved, located
 from gossamer.settings.plan_file import contradictions
 from gossamer.settings.validation_errors import DEFAULT
@@ -17,6 +17,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.records import End, Start
 from gossamer.spec.unread_keys import check_given
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.run_directory import RunDirectory, open_run
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize

@@ -6,12 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.api.launcher import RUN_FOLDER, Launcher
-from gossamer.api.startup import keep_settings, rollback_failed_start
+from gossamer.api.startup import keep_settings
 from gossamer.launch.environment import launcher_of, read_environment
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved
@@ -20,8 +21,9 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, CheckpointMismatch, Interrupted, bad_input
 from gossamer.spec.records import End, Saved, Start
 from gossamer.spec.unread_keys import check_given
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.open_display import open_display
-from gossamer.view.run_directory import RunDirectory, newest_like
+from gossamer.view.run_directory import RunDirectory, check_new, newest_like
 from gossamer.view.run_lock import check_free, held
 from gossamer.view.summary import summarize
 
@@ -50,36 +52,33 @@ def train_command(
         from gossamer.job import dry_run as dry
 
         return dry.dry_run(resolved.config, plan)
-    directory, resuming = run_directory(resolved, resume)
 
-    def prepare(folder: RunDirectory) -> None:
+    def prepare(folder: RunDirectory, resuming: bool) -> None:
         # Where the two differ, `gossamer resume RUN key=value` was typed on the launching machine.
         if not resuming or folder.config() != resolved.config:
             keep_settings(folder, resolved)
         if plan is not None:
             _adopt_plan(plan, folder)
 
-    launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
     names = resolved.config.machines.hosts
+    is_rank = launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
+    if is_rank and node is None and not names and not ray_nodes:
+        return _as_rank(resolved, resume, prepare)
+    directory, resuming = run_directory(resolved, resume)
+    launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
     if node is not None:
         with rollback_failed_start(directory):
-            return summarize(launch.met(node, prepare)[0])
+            return summarize(launch.met(node, lambda folder: prepare(folder, resuming))[0])
     if names or ray_nodes:
         if resuming:
             check_free(directory.path)  # their supervisors will hold it
         with rollback_failed_start(directory):
             launch.on_ray(ray_nodes, plan) if ray_nodes else launch.over_ssh(names, plan)
         return summarize(directory)
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        if not is_first():
-            return _as_worker(directory, resolved.config, resume=resuming)
-        with held(directory.path), rollback_failed_start(directory):
-            prepare(directory)
-            return _as_worker(directory, resolved.config, resume=resuming)
     if resuming and is_done(directory, resolved.config):
         return {**summarize(directory), "nothing_to_do": resolved.config.train.steps}
     with held(directory.path), rollback_failed_start(directory):
-        prepare(directory)
+        prepare(directory, resuming)
         launch.here()
     return summarize(directory)
 
@@ -152,29 +151,50 @@ def is_done(directory: RunDirectory, config: RunConfig) -> bool:
 
 
 def run_directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory, bool]:
-    """Return the run's folder, and whether the run in it is resumed."""
+    """Return the run's folder, and whether the run in it is resumed. Of the ranks of a launcher, rank 0 calls it.
+
+    Raises BadInput for a folder of that name with another run in it, or with one that is not to be resumed.
+    """
     config = resolved.config
     runs = Path(config.run.directory)
     if named := os.environ.get(RUN_FOLDER):
         directory = RunDirectory(runs / named)
         return directory, resume == "auto" and directory.config_file.exists()
+    check_asked(config, resume)
+    if resume == "auto" and (found := newest_like(runs, config)) is not None:
+        return found, True
+    if launcher_of(os.environ) and (name := _name_of(config)):
+        directory = RunDirectory.named(runs, name)
+        check_new(directory, resume="--resume auto", is_other=resume == "auto")
+        return directory, False
+    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        raise _nameless()
+    return RunDirectory.create(runs, config.run.name or model_name(config)), False
+
+
+def check_asked(config: RunConfig, resume: str | None) -> None:
+    """Raise BadInput for what is asked for wrongly, as far as no folder tells it: so every rank can by itself."""
     if resume not in (None, "auto"):
         raise bad_input(
             wanted="--resume auto", got=f"--resume {resume}", do="write auto, or use `gossamer resume RUN_DIR`"
         )
-    if resume == "auto" and (found := newest_like(runs, config)) is not None:
-        return found, True
-    name = config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
-    if name and launcher_of(os.environ):
-        return RunDirectory(runs / name), False
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
-        raise bad_input(
-            wanted="the name of the run directory, to which all ranks of torchrun, srun or mpirun write",
-            got="no name",
-            do="set run.name, to the same name on all ranks",
-            key="run.name",
-        )
-    return RunDirectory.create(runs, config.run.name or model_name(config)), False
+    if launcher_of(os.environ) and (name := _name_of(config)):
+        RunDirectory.named(Path(config.run.directory), name)
+    elif launcher_of(os.environ) in ("torchrun", "srun", "mpirun") and resume is None:
+        raise _nameless()
+
+
+def _name_of(config: RunConfig) -> str | None:
+    return config.run.name or os.environ.get("GOSSAMER_RUN_NAME")
+
+
+def _nameless() -> BadInput:
+    return bad_input(
+        wanted="the name of the run directory, to which all ranks of torchrun, srun or mpirun write",
+        got="no name",
+        do="set run.name, to the same name on all ranks",
+        key="run.name",
+    )
 
 
 def model_name(config: RunConfig) -> str:
@@ -199,20 +219,35 @@ def is_first() -> bool:
     return read_environment().rank == 0
 
 
-def _as_worker(directory: RunDirectory, config: RunConfig, *, resume: bool) -> dict[str, Any]:
-    """Run this process as a worker: torchrun, srun or mpirun started it."""
-    from gossamer.job.worker import run_rank
+def _as_rank(resolved: Resolved, resume: str | None, prepare: Callable[[RunDirectory, bool], None]) -> dict[str, Any]:
+    """Run as one of the ranks that torchrun, srun or mpirun started. `prepare`: called on rank 0, while others wait."""
+    from gossamer.job.agreed_run import agreed_run
+    from gossamer.job.worker import joined, run_rank, time_limit_s
 
-    display = open_display(config.run.display if is_first() else "quiet", title=directory.name)
+    config = resolved.config
+    check_asked(config, resume)
+    ended: list[RunDirectory] = []
 
     def body(ready: Ready) -> None:
-        run_rank(ready, directory, config, resume=resume, show=display.show)
+        timeout_s = time_limit_s(ready.place, config)
+        store = joined(ready.place, timeout_s)
+        with ExitStack() as stack:
 
-    try:
-        run_as_worker(body)
-    finally:
-        display.close()
-    return summarize(directory) if is_first() else {}
+            def begin() -> tuple[RunDirectory, bool]:
+                directory, resuming = run_directory(resolved, resume)
+                stack.enter_context(held(directory.path))
+                stack.enter_context(rollback_failed_start(directory))
+                prepare(directory, resuming)
+                return directory, resuming
+
+            directory, resuming = agreed_run(ready.place, store, begin, timeout_s=timeout_s)
+            display = open_display(config.run.display if is_first() else "quiet", title=directory.name)
+            stack.callback(display.close)
+            run_rank(ready, directory, config, resume=resuming, show=display.show, store=store)
+            ended.append(directory)
+
+    run_as_worker(body)
+    return summarize(ended[0]) if is_first() else {}
 
 
 def run_as_worker(body: Callable[[Ready], None]) -> None:

@@ -60,7 +60,8 @@ def train(
             source of `config`.
     config: a RunConfig, a dictionary of its sections, or the path of a run.yaml.
     resume: "auto" resumes the newest run of the same configuration that has a checkpoint, where there is one;
-            on several ranks (which need a run.name), the run of that name.
+            on several ranks (which need a run.name), the run of that name. Without "auto" a run of that name that is
+            there already is refused.
     callbacks: functions of a record, or objects with on_step, on_evaluation, on_save and on_end, called on rank 0 with
             a copy of the record. One that returns "stop" ends the run after the next step, on all ranks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from numbers import Number
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from gossamer.data import Corpus
 from gossamer.data.source import names as source_names
+from gossamer.job.agreed_run import agreed_run
 from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
 from gossamer.job.rank_job import run_job
 from gossamer.job.run_files import keep
@@ -39,8 +40,9 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import RunFailed, bad_input
 from gossamer.spec.records import Record
 from gossamer.store.checkpoint import list_checkpoints
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.open_display import open_display
-from gossamer.view.run_directory import RunDirectory, newest_like
+from gossamer.view.run_directory import RunDirectory, check_new, newest_like
 from gossamer.view.run_lock import held
 from gossamer.view.summary import summarize
 from gossamer.view.training_result import TrainingResult
@@ -98,12 +100,26 @@ def _train(
     asked = _request(settings, place, given)
     known = planned(source, asked)
     built = known.outline
-    directory, resuming = _directory(settings, place, resume)
-    stop = StopFlag()
-    with held(directory.path) if place.rank == 0 else nullcontext(), stop.listening():
-        if place.rank == 0:
+    check_resume(resume)
+    if not place.is_alone:
+        _named(settings, place)
+    where, stop = _where(place, settings), StopFlag()
+    with ExitStack() as stack:
+        stack.enter_context(stop.listening())
+
+        def begin() -> tuple[RunDirectory, bool]:
+            directory, resuming = _directory(settings, place, resume)
+            stack.enter_context(held(directory.path))
+            stack.enter_context(rollback_failed_start(directory))
             directory.keep(settings, Resolved.of(settings).origin)
+            return directory, resuming
+
+        if place.is_alone:
+            directory, resuming = begin()
+        else:
+            directory, resuming = agreed_run(place, where.store, begin, timeout_s=where.timeout_s)
         display = open_display(settings.run.display, title=directory.name)
+        stack.callback(display.close)
 
         def show(record: Record) -> None:
             display.show(record)
@@ -112,24 +128,21 @@ def _train(
         callbacks = JobCallbacks(
             keep=lambda: keep(directory, given.tokenizer, origin), show=show if place.rank == 0 else None
         )
-        try:
-            run_job(
-                RankJob(
-                    parts=parts_of(asked, built, validation=given.validation, words=given.tokenizer, base=base),
-                    planned=known,
-                    where=_where(place, settings),
-                    directory=directory,
-                    described=described,
-                    data=given.description,
-                    resume=resuming,
-                    at=lambda step, phase: None,
-                    asked_to_stop=lambda: INTERRUPT if stop.is_set else FINISH if told.wants_end else 0,
-                    callbacks=callbacks,
-                    is_kept=True,
-                )
+        run_job(
+            RankJob(
+                parts=parts_of(asked, built, validation=given.validation, words=given.tokenizer, base=base),
+                planned=known,
+                where=where,
+                directory=directory,
+                described=described,
+                data=given.description,
+                resume=resuming,
+                at=lambda step, phase: None,
+                asked_to_stop=lambda: INTERRUPT if stop.is_set else FINISH if told.wants_end else 0,
+                callbacks=callbacks,
+                is_kept=True,
             )
-        finally:
-            display.close()
+        )
     return TrainingResult(summarize(directory), run=directory)
 
 
@@ -376,24 +389,30 @@ def _as_given(config: RunConfig, model: nn.Module | str | Mapping[str, Any], dat
 
 
 def _directory(config: RunConfig, place: LauncherRank, resume: str | None) -> tuple[RunDirectory, bool]:
-    """Return the run directory, and whether to resume from it.
+    """Return the run directory, and whether to resume from it. Of several ranks, rank 0 calls it.
 
     A run is resumed only if it holds a checkpoint, which all ranks write together.
     """
-    check_resume(resume)
     runs = Path(config.run.directory)
     if place.is_alone:
         found = newest_like(runs, config, is_fit=_has_checkpoint) if resume else None
         return (found, True) if found else (RunDirectory.create(runs, config.run.name or "run"), False)
-    if config.run.name is None:
+    named = _named(config, place)
+    if resume is None:
+        check_new(named, resume='resume="auto"')
+    return named, resume is not None and _has_checkpoint(named)
+
+
+def _named(config: RunConfig, place: LauncherRank) -> RunDirectory:
+    """Return the run directory of several ranks. Raises BadInput without a name, and for one that is none."""
+    if not config.run.name:
         raise bad_input(
             wanted=f"the name of the run directory, to which all {place.ranks} ranks write",
             got="no name",
             do="set run.name, to the same name on all ranks",
             key="run.name",
         )
-    named = RunDirectory(runs / config.run.name)
-    return named, resume is not None and _has_checkpoint(named)
+    return RunDirectory.named(Path(config.run.directory), config.run.name)
 
 
 def check_resume(resume: str | None) -> None:

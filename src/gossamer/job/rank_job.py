@@ -353,6 +353,7 @@ def _facts(job: RankJob) -> dict[str, str]:
     return {
         "version of Gossamer": version("gossamer"),
         "configuration": json.dumps(config, sort_keys=True),
+        "run to go on with": f"{job.resume}",
         "plan": job.parts.plan.model_dump_json(),
         "training data": job.data.fingerprint,
         "validation data": job.data.validation,

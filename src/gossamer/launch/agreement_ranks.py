@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,11 +31,16 @@ class KeyStore(Protocol):
 
 @dataclass(slots=True)
 class RankStore(Line):
-    """The line of rank `rank` of `ranks`; every word is a key of its own in a store that the ranks share."""
+    """The line of rank `rank` of `ranks`; every word is a key of its own in a store that the ranks share.
+
+    `timeout_s`: how long a word may take. `when` the ranks agree, for errors.
+    """
 
     store: KeyStore
     rank: int
     ranks: int
+    timeout_s: float = math.inf
+    when: str = "between phases"
     _told: int = 0
     _heard: int = 0
 
@@ -47,7 +53,7 @@ class RankStore(Line):
             self.store.set(f"{self.rank}/{self._told}", word.model_dump_json())
         except RuntimeError as error:
             if word.failure is None:  # else the failure is what to say
-                raise _lost(error) from None
+                raise self._lost(error) from None
         self._told += 1
 
     def heard(self) -> list[Word]:
@@ -69,20 +75,24 @@ class RankStore(Line):
 
     def _wait(self, speaker: int) -> Word:
         key, is_gone = f"{speaker}/{self._heard}", False
+        deadline_s = time.monotonic() + self.timeout_s
         try:
             while not self.store.check([key]):
                 if is_gone:
-                    raise PeerLost(f"rank {speaker} ended between phases: see its message")
+                    raise PeerLost(f"rank {speaker} ended {self.when}: see its message")
+                if time.monotonic() > deadline_s:
+                    raise PeerLost(
+                        f"no word of rank {speaker} {self.when} within {self.timeout_s:g} s: check that it has started"
+                    )
                 is_gone = self.store.check([f"{speaker}/left"])  # it may have spoken just before
                 time.sleep(_POLL_S)
             found = self.store.get(key)
         except PeerLost:
             raise
         except RuntimeError as error:  # the process that holds the store is gone
-            raise _lost(error) from None
+            raise self._lost(error) from None
         return read_line(found, WORD)
 
-
-def _lost(error: RuntimeError) -> PeerLost:
-    said = str(error).strip().splitlines()
-    return PeerLost(f"the store of the ranks is gone between phases: {said[0] if said else 'no answer'}")
+    def _lost(self, error: RuntimeError) -> PeerLost:
+        said = str(error).strip().splitlines()
+        return PeerLost(f"the store of the ranks is gone {self.when}: {said[0] if said else 'no answer'}")

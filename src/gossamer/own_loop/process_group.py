@@ -21,6 +21,7 @@ from gossamer.own_loop.compute_clock import ComputeClock
 from gossamer.spec.errors import BadInput, PeerLost
 
 _LATE_S = 3.0  # grace period in which other waiting ranks report to the store
+_SAME_STEPS = "Every rank must call backward and optimizer.step() the same number of times"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,24 @@ class LoopGroup:
         except RuntimeError:
             return
 
-    def lost(self, error: PeerLost, doing: str) -> PeerLost:
+    def awaited(self, key: str, doing: str, *, do: str) -> bytes:
+        """Return what another rank writes under a key of the store. Raises PeerLost as `lost` makes it.
+
+        A store that the script has opened waits for minutes by itself, and its error says only which key it misses.
+        """
+        try:
+            with self.clock.stopped():
+                self.store.wait([key], timedelta(seconds=self.timeout_s))
+                found: bytes = self.store.get(key)
+        except RuntimeError as error:
+            raise self.lost(PeerLost(str(error)), doing, do=do) from error
+        return found
+
+    def lost(self, error: PeerLost, doing: str, *, do: str = _SAME_STEPS) -> PeerLost:
         """Return the error for ranks that did not come, which names them as far as the waiting ranks can tell.
 
-        `doing`: the operation that this rank waits in. Takes up to 3 s, in which waiting ranks report to the store.
+        `doing`: the operation that this rank waits in; `do`: what the script is to do. Takes up to 3 s, in which
+        waiting ranks report to the store.
         """
         self.says("waits", doing)
         said: list[str] = []
@@ -86,7 +101,6 @@ class LoopGroup:
         except RuntimeError:
             said = ["rank 0, which hosts the rendezvous store, cannot be reached"]
         who = "; ".join(said) or f"all ranks wait in it, but no message arrives ({error})"
-        do = "Every rank must call backward and optimizer.step() the same number of times"
         return PeerLost(f"rank {self.rank} waits in {doing}: {who}. {do}")
 
 

@@ -14,6 +14,8 @@ from gossamer.own_loop.pass_inputs import PassInputs
 from gossamer.own_loop.process_group import LoopGroup
 from gossamer.spec.errors import BadInput
 
+_SAME_PASSES = "Every rank must begin the same passes over a shuffled loader: end a loop of epochs on all ranks at once"
+
 
 class RankDataLoader:
     """A data loader that yields this rank's rows of every batch of `loader`; all other attributes are that loader's
@@ -68,7 +70,11 @@ class RankDataLoader:
         return self._divider.share(batch, is_last=is_last)
 
     def _meet(self) -> None:
-        """Start a pass over the loader in rank 0's order: all ranks load the state of its random generators."""
+        """Start a pass over the loader in rank 0's order: all ranks load the state of its random generators.
+
+        torch's own generator is among them where the loader has none: what a loop or a dataset draws from it, alike on
+        all ranks, is part of the one stream that one process draws from.
+        """
         generators = _generators(self.inner) if self._divider is not None else []
         self._begun += 1
         for index, generator in enumerate(generators):
@@ -76,7 +82,7 @@ class RankDataLoader:
             if self._party.rank == 0:
                 self._party.store.set(key, generator.get_state().numpy().tobytes())
             else:
-                state = bytearray(self._party.store.get(key))
+                state = bytearray(self._party.awaited(key, f"pass {self._begun} over the loader", do=_SAME_PASSES))
                 generator.set_state(torch.frombuffer(state, dtype=torch.uint8).clone())
 
 

@@ -79,6 +79,21 @@ class RunDirectory:
             else:
                 return RunDirectory(path)
 
+    @staticmethod
+    def named(runs: Path, name: str) -> RunDirectory:
+        """Return the directory `runs/name`, to which all ranks of a launcher write; touches no disk.
+
+        Raises BadInput for what is not the name of one folder, such as "..": the run would lie elsewhere.
+        """
+        if name in ("", ".", "..") or any(mark in name for mark in "/\\\0"):
+            raise bad_input(
+                wanted="the name of one folder",
+                got=repr(name),
+                do="write a name without / and \\, other than . and ..; run.directory says where the folder is",
+                key="run.name",
+            )
+        return RunDirectory(runs / name)
+
     @property
     def name(self) -> str:
         return self.path.resolve().name
@@ -321,6 +336,22 @@ def newest_like(
             if found.config().model_dump(mode="json") == wanted and is_fit(found):
                 return found
     return None
+
+
+def check_new(directory: RunDirectory, *, resume: str, is_other: bool = False) -> None:
+    """Raise BadInput where there is a run in the folder, which a new one would train over, checkpoints and all.
+
+    `resume`: how the user asks to go on with it. `is_other`: it was asked for, and has other settings.
+    """
+    has_checkpoints = any(directory.checkpoints.glob("step-*"))
+    if _written_at(directory.path) is None and not has_checkpoints:
+        return
+    raise bad_input(
+        wanted=f"a new run, or {resume}",
+        got=f"{directory.path}, which is there already" + (" with other settings" if is_other else ""),
+        do=f"set run.name to another name, or give {resume} with the settings that it has",
+        key="run.name",
+    )
 
 
 def open_run(path: Path) -> RunDirectory:

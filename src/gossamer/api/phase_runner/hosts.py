@@ -9,7 +9,6 @@ from pathlib import Path
 
 from gossamer.api.launcher import Launcher
 from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
-from gossamer.api.startup import rollback_failed_start
 from gossamer.launch.agreement import Agreement
 from gossamer.launch.agreement_hosts import HostSockets
 from gossamer.launch.rendezvous_config import Node
@@ -17,6 +16,7 @@ from gossamer.launch.signals import noted_stops
 from gossamer.settings.phases import Phase
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted
+from gossamer.view.failed_start import rollback_failed_start
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gossamer.api.launcher import Launcher
 from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
-from gossamer.api.startup import rollback_failed_start
 from gossamer.launch.agreement import Agreement, Alone
 from gossamer.settings.phases import Phase
 from gossamer.spec.config import RunConfig
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.run_lock import held
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
-from gossamer.api.startup import rollback_failed_start
 from gossamer.job.worker import joined, run_rank, time_limit_s
 from gossamer.launch.agreement import Agreement, appears
 from gossamer.launch.agreement_ranks import RankStore
@@ -18,6 +17,7 @@ from gossamer.launch.worker import Ready
 from gossamer.settings.phases import Phase
 from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import BadInput, Interrupted, bad_input
+from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.open_display import open_display
 from gossamer.view.run_lock import held
 
