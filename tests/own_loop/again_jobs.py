@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import gossamer
 from gossamer.own_loop.gradient_hooks import release
 from own_loop.closure_jobs import told
+from own_loop.exchange_jobs import group
 from pool import Seat
 
 TOPK = {"error_feedback": {"inner": {"topk": {"fraction": 0.05}}}}
 
 
-@contextmanager
-def _group(seat: Seat) -> Iterator[None]:
-    dist.init_process_group("gloo", store=seat.store(), rank=seat.rank, world_size=seat.ranks)
-    try:
-        torch.manual_seed(1)
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def rejected(seat: Seat) -> dict[str, Any]:
     """Wrap twice, each time with an exchange that keeps residuals; a gradient of the last rank is not finite once."""
-    with _group(seat):
+    with group(seat):
         model: Any = nn.Linear(16, 16)
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         draw = torch.Generator().manual_seed(seat.rank)
@@ -52,7 +40,7 @@ def let_go(seat: Seat, *, again: str) -> dict[str, Any]:
 
     In between rank 0 trains by itself.
     """
-    with _group(seat):
+    with group(seat):
         model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         seen: list[float] = []
 
@@ -95,7 +83,7 @@ def let_go(seat: Seat, *, again: str) -> dict[str, Any]:
 
 def memory(seat: Seat, *, exchange: Any, keeps: bool, accumulate: int) -> int:
     """Return in how many pieces of memory gradients came, in 6 steps; `keeps`: whether the last ones are kept."""
-    with _group(seat):
+    with group(seat):
         model: Any = nn.Linear(64, 64)
         optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
         model, optimizer, _ = gossamer.wrap(

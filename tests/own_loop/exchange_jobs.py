@@ -20,7 +20,7 @@ _TOPK_OF_THE_FIRST = {"error_feedback": {"inner": {"topk": {"fraction": 0.02}}}}
 
 
 @contextmanager
-def _group(seat: Seat) -> Iterator[None]:
+def group(seat: Seat) -> Iterator[None]:
     dist.init_process_group("gloo", store=seat.store(), rank=seat.rank, world_size=seat.ranks)
     try:
         torch.manual_seed(1)
@@ -34,7 +34,7 @@ def residuals(seat: Seat, *, rates: list[float], apart: bool = False, optimizers
 
     apart: the layers have a bucket each. optimizers: 2 for one by layer.
     """
-    with _group(seat):
+    with group(seat):
         net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         groups = [{"params": list(layer.parameters()), "lr": rate} for layer, rate in zip(net, rates, strict=True)]
         each = [groups] if optimizers == 1 else [[group] for group in groups]
@@ -62,7 +62,7 @@ def keys(seat: Seat, *, loop: str) -> list[tuple[list[int], bool]]:
             seen.append(used)
         return plain(self, x, state, at)
 
-    with _group(seat), mock.patch.object(Warmup, "run", run):
+    with group(seat), mock.patch.object(Warmup, "run", run):
         net = nn.Linear(64, 64)
         exchange: Any = {"warmup": {"steps": 3, "inner": _TOPK}}
         accumulate = 4 if loop == "accumulate" else 1

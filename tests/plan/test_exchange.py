@@ -332,8 +332,9 @@ def test_a_ring_takes_the_rate_of_a_ring() -> None:
             sent = {r: one.traffic(layout, levels, r) for r in range(4)}
             found[f"{name} {rate}"] = wire_seconds(sent, levels, network)[0]
     assert found["dense all"] == pytest.approx(8 * found["dense ring"])
-    shuffled = 3e6 / 1e6  # a shuffle of three quarters, and a gather by ring or all at once
-    assert found["two_shot ring"] >= shuffled and found["two_shot all"] >= found["two_shot ring"]
+    shuffled_s = gathered_s = 3.0  # three quarters of 4 MB each, of which the gather goes around the ring
+    assert found["two_shot all"] == pytest.approx(shuffled_s + gathered_s, rel=1e-3)
+    assert found["two_shot ring"] == pytest.approx(shuffled_s + gathered_s / 8, rel=1e-3)
 
 
 def test_of_a_bucket_with_one_owner_its_messages_are_priced() -> None:

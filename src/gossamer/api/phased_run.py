@@ -7,7 +7,6 @@ completely or not at all, so whatever is interrupted, the files say where to go 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from gossamer.api.launcher import Launcher
 from gossamer.api.phase_runner import PhaseRunner
 from gossamer.api.phase_runner.local import LocalRunner
 from gossamer.api.transitions import StartRequest, Transition, made_by, make_start, transition_of, written_by
-from gossamer.launch.environment import launcher_of
+from gossamer.launch.environment import is_rank_of_launcher
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved, located
 from gossamer.settings.describe import leaves
@@ -74,7 +73,7 @@ def train_command(
         return _on_this_host(resolved, node, resume)
     if config.machines.hosts or ray_nodes:
         return _elsewhere(resolved, started_run.run_directory(resolved, resume), ray_nodes)
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+    if is_rank_of_launcher():
         started_run.check_asked(config, resume)
         return _as_rank(resolved, lambda: started_run.run_directory(resolved, resume))
     if resume == "auto" and (found := newest_like(runs, config)) is not None:
@@ -108,7 +107,7 @@ def resume_command(
         resolved = anchored(resolved, here) if here != Path.cwd() else resolved
         if resolved.config.machines.hosts and resolved.config.train.phases:
             return _elsewhere(resolved, (directory, True), 0)
-        if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+        if is_rank_of_launcher():
             return _as_rank(resolved, lambda: (directory, True))
         return _driven(LocalRunner(), directory, resolved)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.api.launcher import RUN_FOLDER, Launcher
 from gossamer.api.startup import keep_settings
-from gossamer.launch.environment import launcher_of, read_environment
+from gossamer.launch.environment import is_rank_of_launcher, launcher_of, read_environment
 from gossamer.launch.rendezvous_config import Node
 from gossamer.settings import Resolved
 from gossamer.settings.plan_file import with_plan
@@ -61,8 +61,7 @@ def train_command(
             _adopt_plan(plan, folder)
 
     names = resolved.config.machines.hosts
-    is_rank = launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
-    if is_rank and node is None and not names and not ray_nodes:
+    if is_rank_of_launcher() and node is None and not names and not ray_nodes:
         return _as_rank(resolved, resume, prepare)
     directory, resuming = run_directory(resolved, resume)
     launch = Launcher(directory=directory, config=resolved.config, resume=resuming)
@@ -93,7 +92,7 @@ def on_hosts(resolved: Resolved, hosts: list[str] | None) -> Resolved:
 
 def planned_by(resolved: Resolved, plan: Path | None, hosts: int) -> Resolved:
     """Return the configuration with the plan's decisions; raises BadInput for errors that are found without torch."""
-    config, launched = resolved.config, launcher_of(os.environ) in ("torchrun", "srun", "mpirun")
+    config, launched = resolved.config, is_rank_of_launcher()
     machines = hosts or max(1, len(config.machines.hosts))
     ranks = read_environment().ranks if launched else config.machines.processes * machines
     if plan is not None:
@@ -167,7 +166,7 @@ def run_directory(resolved: Resolved, resume: str | None) -> tuple[RunDirectory,
         directory = RunDirectory.named(runs, name)
         check_new(directory, resume="--resume auto", is_other=resume == "auto")
         return directory, False
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+    if is_rank_of_launcher():
         raise _nameless()
     return RunDirectory.create(runs, config.run.name or model_name(config)), False
 
@@ -180,7 +179,7 @@ def check_asked(config: RunConfig, resume: str | None) -> None:
         )
     if launcher_of(os.environ) and (name := _name_of(config)):
         RunDirectory.named(Path(config.run.directory), name)
-    elif launcher_of(os.environ) in ("torchrun", "srun", "mpirun") and resume is None:
+    elif is_rank_of_launcher() and resume is None:
         raise _nameless()
 
 

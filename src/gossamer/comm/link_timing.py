@@ -90,8 +90,7 @@ def pair_readings(
     its first message takes long enough then, where small ones would be many round trips of far ranks.
     """
     least_s = max(_PAIR_LONG_ENOUGH_S, _LATENCIES * max((latency_s[pair] for pair in pairs), default=0.0))
-    expected_bytes = int(_MARGIN * bytes_per_s * least_s)
-    found, nbytes = dict[Pair, Reading](), min(max(_FIRST_BYTES, expected_bytes), LARGEST_BYTES)
+    found, nbytes = dict[Pair, Reading](), _first_bytes(bytes_per_s, least_s, LARGEST_BYTES)
     while left := [pair for pair in pairs if pair not in found]:
         taken = _twice(channel, left, nbytes, level)
         done = {p: _done(_PAIR_LONG_ENOUGH_S, latency_s[p], min(taken[p]) - 2 * latency_s[p]) for p in left}
@@ -120,8 +119,7 @@ def pattern_reading(channel: Channel, pattern: Pattern, *, level: str, bytes_per
     most = LARGEST_BYTES // pattern.shares
     gathered(channel, [0.0])  # nobody starts before all are here; later readings start when the last times are known
     hop_s = min(slowest(channel, pattern, 1, level) for _ in range(_HOPS))
-    expected_bytes = int(_MARGIN * bytes_per_s * max(_LONG_ENOUGH_S, _LATENCIES * hop_s) / pattern.shares)
-    nbytes = min(max(_FIRST_BYTES, expected_bytes), most)
+    nbytes = _first_bytes(bytes_per_s / pattern.shares, max(_LONG_ENOUGH_S, _LATENCIES * hop_s), most)
     while True:
         taken = [slowest(channel, pattern, nbytes, level)]
         done = _done(_LONG_ENOUGH_S, hop_s, taken[0] - hop_s)
@@ -156,6 +154,13 @@ def _without(latency_s: float, seconds: float) -> float:
 def _done(least_s: float, latency_s: float, seconds: float) -> float:
     """Return what fraction of the time that a transfer must take to be measured it has taken."""
     return seconds / max(least_s, _LATENCIES * latency_s)
+
+
+def _first_bytes(bytes_per_s: float, least_s: float, most: int) -> int:
+    """Return the bytes of a first message, which takes `least_s` and a margin where its rate is as expected; 0: not
+    known.
+    """
+    return min(max(_FIRST_BYTES, int(_MARGIN * bytes_per_s * least_s)), most)
 
 
 def _grown(nbytes: int, done: float, most: int) -> int:

@@ -23,7 +23,7 @@ from gossamer.job.trainer_parts import parts_of
 from gossamer.job.training_data import TrainingData, check_loss, of_corpus, of_dataset, training_data
 from gossamer.job.user_callbacks import UserCallbacks
 from gossamer.job.worker import device_of, origin_for, rendezvous
-from gossamer.launch.environment import LauncherRank, MasterAddress, launcher_of, read_environment
+from gossamer.launch.environment import LauncherRank, MasterAddress, is_rank_of_launcher, launcher_of, read_environment
 from gossamer.launch.worker import StopFlag
 from gossamer.model.origin import origin_of
 from gossamer.model.source import ModelSource
@@ -218,7 +218,7 @@ def phases_asked(
             "machines.hosts",
         ),
         (
-            launcher_of(os.environ) in ("torchrun", "srun", "mpirun"),
+            is_rank_of_launcher(),
             "one process",
             f"a rank of {launcher_of(os.environ)}",
             "start `-m gossamer train run.yaml` with it, of which every rank goes through the phases",

@@ -94,6 +94,11 @@ def launcher_of(environ: Mapping[str, str]) -> str:
     return ""
 
 
+def is_rank_of_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether torchrun, srun or mpirun started this process as a rank of a run (`environ` None: os.environ)."""
+    return launcher_of(os.environ if environ is None else environ) in ("torchrun", "srun", "mpirun")
+
+
 def read_environment(environ: Mapping[str, str] | None = None) -> LauncherRank:
     """Return the rank and addresses of this process from `environ` (None: os.environ).
 

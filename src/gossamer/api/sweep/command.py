@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from gossamer.api.sweep.journal import SweepFolder
 from gossamer.api.sweep.ranking import ranked, survivors
 from gossamer.api.sweep.trial import METRICS, Trial, TrialResult, common_metric
 from gossamer.api.sweep.trial_process import TrialRunner
-from gossamer.launch.environment import launcher_of
+from gossamer.launch.environment import is_rank_of_launcher
 from gossamer.settings import load
 from gossamer.settings.grid import Grid
 from gossamer.settings.methods import check_methods
@@ -116,7 +115,7 @@ def check_keys(keys: Sequence[str], varied: Sequence[str]) -> None:
 
 def check_start() -> None:
     """Raise BadInput in a process that a launcher of ranks has started."""
-    if launcher_of(os.environ) in ("torchrun", "srun", "mpirun"):
+    if is_rank_of_launcher():
         raise BadInput("a sweep starts its runs itself: start it without torchrun, srun or mpirun")
 
 
