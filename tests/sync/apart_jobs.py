@@ -55,7 +55,8 @@ def rounds(
 ) -> dict[str, Any]:
     """Where this rank and the anchor are after every step; what it sent; `poison`: [rank, step] whose parameters are
     not finite afterwards; `late`: [rank, step, until] that is held up in a step until the next rank has made so many,
-    which waits there until it has come as far; or [..., for], and for so many seconds more, and nobody waits.
+    which waits there until it has come as far; or [..., for], and for so many seconds more, and nobody waits, and
+    `left_behind` says whether the next rank has made one more meanwhile.
     """
     torch.set_num_threads(1)
     levels = ProcessGroups.islands(islands or [[r] for r in range(seat.ranks)]).twice()
@@ -77,7 +78,7 @@ def rounds(
         second_moments=lambda names: {name: truth[name].square() for name in names},
     )
     weight = samples[seat.rank] if samples else 1.0
-    at, anchors, sent, idle, heard = [], [], [], [], []
+    at, anchors, sent, idle, heard, left_behind = [], [], [], [], [], False
     together = method.loop
     pace = together.pace(levels.groups["island"]) if together is not None else LocalStepSchedule()
     apart.begin(0, steps if finish else 10 * steps, 0)
@@ -96,8 +97,10 @@ def rounds(
             anchors.append(flat(apart.common()))
             continue
         if late and late[:2] == [seat.rank, step]:
-            signals.wait([f"{(seat.rank + 1) % seat.ranks} made {late[2]}"])
+            others = f"{(seat.rank + 1) % seat.ranks} made"
+            signals.wait([f"{others} {late[2]}"])
             time.sleep(late[3] if len(late) > 3 else 0)
+            left_behind = signals.check([f"{others} {late[2] + 1}"])
         if late and len(late) == 3 and [(late[0] + 1) % seat.ranks, late[2]] == [seat.rank, step]:
             signals.wait([f"{late[0]} made {step}"])
         replica.open(StepContext(step, 0, 1.0, weight, level=method.level(step)))
@@ -125,7 +128,15 @@ def rounds(
     for one in (pump, beside):
         one.close()
     channel.close()
-    return {"at": at, "anchor": anchors, "sent": sent, "factor": factor, "idle": idle, "heard": heard}
+    return {
+        "at": at,
+        "anchor": anchors,
+        "sent": sent,
+        "factor": factor,
+        "idle": idle,
+        "heard": heard,
+        "left_behind": left_behind,
+    }
 
 
 def words(seat: Seat, *, steps: int, asked: list[int], start: int = 0) -> list[list[Any]]:
