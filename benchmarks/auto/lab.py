@@ -3,7 +3,8 @@
 Every row is a setting of the laboratory: a model, hosts, the rate of each host's link, the round trip between two.
 auto and some methods, as many as memory holds, train at once and take turns of a few steps (`links.turns`), so that a
 machine that slows down slows all of them; then auto starts anew beside the next ones. Methods whose bytes alone take
-many seconds are not tried, those that are far behind end after a turn.
+many seconds are not tried, those that are far behind end after a turn. A yardstick, hosts that exchange nothing, tells
+how fast the machine was when auto made its forecast, and in each round of turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from gossamer.plan.exchange import CANDIDATES
 from links import interleaved
 from links.interleaved import Program
-from links.method import Method
+from links.method import ALONE, Method
 from links.rounds import Link
 from links.setting import PARAMETERS
 
@@ -28,7 +29,8 @@ BY_HAND = tuple(  # without those that the others beat on every link between few
 )
 BITS = {"all-reduce": 32, "bf16 two-shot": 16, "bf16 recursive doubling": 16, "int8 two-shot": 8, "int4 two-shot": 4}
 _HOPELESS_S, _SLOWEST = 8.0, 1.5  # of bytes alone in a step of 1 to 3 s; of a first turn, in those of auto
-_HOSTS_AT_ONCE = 14  # a host takes 1 to 2 GB
+_HOSTS_AT_ONCE, _HOSTS_OF_YARDSTICK = 14, 2  # a host takes 1 to 2 GB
+YARDSTICK = ALONE.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def rows(
     """Yield a row per setting, out of `turns` turns of `steps` steps; the first step of each turn does not count."""
     for one in settings:
         named = [method for method in methods if _wire_s(method, one) < _HOPELESS_S]
-        at_once = max(1, _HOSTS_AT_ONCE // one.hosts - 1)
+        at_once = max(1, (_HOSTS_AT_ONCE - _HOSTS_OF_YARDSTICK) // one.hosts - 1)
         groups = [
             _group((AUTO, *named[at : at + at_once]), one, turns, steps, say) for at in range(0, len(named), at_once)
         ]
@@ -85,19 +87,25 @@ def _wire_s(method: Method, one: Setting) -> float:
 def _group(
     methods: Sequence[Method], one: Setting, turns: int, steps: int, say: Callable[[str], None]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of `methods` by turn, all of which train at once, in turns (`links.turns`)."""
+    """Return the figures of `methods` and the yardstick by turn, all of which train in turns (`links.turns`)."""
     todo = [Program(f"p{i}", method, one.link(), one.model, turns, steps) for i, method in enumerate(methods)]
-    results = interleaved.run(todo, lambda line: say(f"{one}: {line}"), slowest=_SLOWEST)
+    beside = interleaved.yardstick_for(todo[0])
+    results = interleaved.run(todo, lambda line: say(f"{one}: {line}"), slowest=_SLOWEST, yardstick=beside)
     return {
-        program.method.name: interleaved.by_turn(found, program) for program, found in zip(todo, results, strict=True)
+        program.method.name: interleaved.by_turn(found, program)
+        for program, found in zip([*todo, beside], results, strict=True)
     }
 
 
 def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
     """Return a setting's row. `behind`: of the group, a part of the methods beside auto, in which auto is furthest so.
 
-    auto_s, best_uniform_s: of that group, medians over all steps of all turns.
+    auto_s, best_uniform_s: of that group, medians over all steps of all turns. `forecast_error`: of a turn, over the
+    forecast as it was made; `forecast_error_at_one_speed`: over one whose computing takes as much longer as the
+    yardstick took in that round; `slowdown`: how much longer that was, by group and round.
     """
+    slowdown = [interleaved.speeds(group[YARDSTICK]) for group in groups]
+    groups = [{name: turns for name, turns in group.items() if name != YARDSTICK} for group in groups]
     times = [{name: _median(turns) for name, turns in group.items() if "error" not in turns[0]} for group in groups]
     by_hand = [{name: s for name, s in group.items() if name != AUTO.name} for group in times]
     worst = max((at for at in range(len(groups)) if by_hand[at]), key=lambda at: _behind(times[at], by_hand[at]))
@@ -115,6 +123,12 @@ def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dic
         "behind": _behind(times[worst], by_hand[worst]),
         "forecast_s": median(r["forecast"]["step_s"] for r in firsts),
         "forecast_error": median(r["step_s"] / r["forecast"]["step_s"] - 1 for turns in auto for r in turns),
+        "forecast_error_at_one_speed": median(
+            r["step_s"] / _forecast_s(r["forecast"], slower) - 1
+            for turns, by_round in zip(auto, slowdown, strict=True)
+            for r, slower in zip(turns, by_round, strict=True)
+        ),
+        "slowdown": [[round(one, 3) for one in by_round] for by_round in slowdown],
         "exposed_s": median(r["exposed_s"] for r in firsts),
         "forecast_exposed_s": median(r["forecast"]["exposed_s"] for r in firsts),
         "compute_s": median(r["compute_s"] for r in firsts),
@@ -125,6 +139,11 @@ def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dic
         "wire_bytes": {n: t[0]["wire_bytes"] for group in groups for n, t in group.items() if "error" not in t[0]},
         "left_out": {n: t[0]["error"] for group in groups for n, t in group.items() if "error" in t[0]},
     }
+
+
+def _forecast_s(forecast: Mapping[str, float], slower: float) -> float:
+    """Return the seconds of a step that were forecast, with computing `slower` times as long."""
+    return forecast["step_s"] + forecast["compute_s"] * (slower - 1)
 
 
 def _median(turns: Sequence[dict[str, Any]]) -> float:

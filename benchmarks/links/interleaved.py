@@ -2,6 +2,9 @@
 
 Each program starts while all others wait before a step, so what it measures of links and machine before it trains is
 measured alone. Its first turn does not count, nor does the first step of any turn, which finds caches of others.
+
+A yardstick (`yardstick_for`) tells how fast the machine was when the first program started, and in each round of turns:
+hosts that compute and exchange nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +26,7 @@ from links.method import ALONE, KNOWN, UNTHROTTLED, Method
 from links.rounds import Length, Link, measure
 from links.turns import ended, give
 
+_BEFORE, _AFTER = 1, 2  # the turns of a yardstick around the start of the first program; its own first does not count
 _LOOK_S, _START_S, _STEP_S = 0.02, 300.0, 60.0  # what a start, and a step, may take at most
 
 
@@ -54,10 +58,23 @@ def programs(
     return [Program(f"p{i}", *pair, model, rounds, steps) for i, pair in enumerate(found.values())]
 
 
+def yardstick_for(one: Program) -> Program:
+    """Return the yardstick beside programs like `one`: two hosts that compute as much each, and exchange nothing.
+
+    Its turns are one before the first program starts, one after that, and one in each round that counts.
+    """
+    return replace(one, name="yardstick", method=ALONE, link=Link(2), rounds=one.rounds + _AFTER)
+
+
 def run(
-    all_of_them: Sequence[Program], say: Callable[[str], None], *, slowest: float = math.inf
+    all_of_them: Sequence[Program],
+    say: Callable[[str], None],
+    *,
+    slowest: float = math.inf,
+    yardstick: Program | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the figures of every program, in their order. Raises SystemExit where one hangs, or says nothing.
+    """Return the figures of every program, in their order, then of the yardstick. Raises SystemExit where one hangs, or
+    says nothing.
 
     slowest: a program whose first turn takes more than so many times that of the first program ends with that turn;
     its figures are `error`, which says so, and `step_s` of that turn.
@@ -65,20 +82,36 @@ def run(
     with tempfile.TemporaryDirectory() as text:
         folder, started, found = Path(text), dict[str, subprocess.Popen[str]](), dict[str, dict[str, Any]]()
         first_s = math.inf
+
+        def begin(one: Program) -> None:
+            started[one.name] = _started(folder, one)
+            _wait(folder, one, -1, started[one.name], _START_S)
+            say(f"{one.method.name} on {one.link.hosts} hosts, {one.link.rate}: at its first step")
+
+        def turn(one: Program, number: int) -> float:
+            """Return the seconds of a turn."""
+            began = time.monotonic()
+            give(folder, one.name, number, one.link.hosts)
+            last = number == one.rounds
+            _wait(folder, one, number, started[one.name], _START_S + one.steps * _STEP_S, to_end=last)
+            return time.monotonic() - began
+
         try:
+            if yardstick is not None:
+                begin(yardstick)
+                for number in range(_BEFORE + 1):
+                    turn(yardstick, number)
             for one in all_of_them:
-                started[one.name] = _started(folder, one)
-                _wait(folder, one, -1, started[one.name], _START_S)
-                say(f"{one.method.name} on {one.link.hosts} hosts, {one.link.rate}: at its first step")
+                begin(one)
+                if yardstick is not None and one is all_of_them[0]:
+                    turn(yardstick, _AFTER)
             for number in range(all_of_them[0].rounds + 1):
+                if yardstick is not None and number:
+                    turn(yardstick, _AFTER + number)
                 for one in all_of_them[:: 1 if number % 2 == 0 else -1]:
                     if one.name in found:
                         continue
-                    began = time.monotonic()
-                    give(folder, one.name, number, one.link.hosts)
-                    last = number == one.rounds
-                    _wait(folder, one, number, started[one.name], _START_S + one.steps * _STEP_S, to_end=last)
-                    turn_s = time.monotonic() - began
+                    turn_s = turn(one, number)
                     first_s = min(first_s, turn_s) if one is all_of_them[0] else first_s
                     if number == 0 and turn_s > slowest * first_s:
                         step_s = turn_s / one.steps
@@ -86,14 +119,24 @@ def run(
                         found[one.name] = {"error": why, "step_s": step_s}
                         say(f"{one.method.name}: {why}")
                         started[one.name].terminate()
-            for one in all_of_them:
+            everyone = [*all_of_them, *([] if yardstick is None else [yardstick])]
+            for one in everyone:
                 if one.name not in found:
                     found[one.name] = _said(one, started[one.name].communicate()[0])
         finally:
             for process in started.values():
                 process.terminate()
                 process.wait()
-        return [found[one.name] for one in all_of_them]
+        return [found[one.name] for one in everyone]
+
+
+def speeds(yardstick: Sequence[dict[str, Any]]) -> list[float]:
+    """Return by round how much longer the yardstick's steps took than around the start of the first program.
+
+    `yardstick`: its figures by turn.
+    """
+    at_start_s = median(s for turn in yardstick[:_AFTER] for s in turn["steps_s"])
+    return [turn["step_s"] / at_start_s for turn in yardstick[_AFTER:]]
 
 
 def _said(one: Program, output: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -309,14 +310,22 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
 
 @dataclass
 class Trials:
-    """Trial steps in which encoding takes so many times what was timed, as other work has the processors."""
+    """Trial steps in which encoding takes so many times what was timed, as other work has the processors.
+
+    `slower`: before the first trial and after each, how much longer all work takes then; in a trial the mean of both.
+    """
 
     exchanger: ExchangeSelector
     encode: float
+    slower: Sequence[float] = (1.0,) * 5
     batches: list[int] = field(default_factory=list)
     tried: list[Any] = field(default_factory=list)
 
+    def alone_s(self, step: int) -> float:
+        return 0.6 * self.slower[len(self.tried)]
+
     def times(self, plan: Plan, step: int) -> StepTimes:
+        slower = fmean(self.slower[len(self.tried) :][:2] or [1.0])
         self.batches.append(step)
         self.tried.append(plan.exchange)
         basis = self.exchanger._basis
@@ -328,7 +337,7 @@ class Trials:
             next(c for c, one in enumerate(CANDIDATES) if ParameterRules.single(one.written) == methods.of(name))
             for name in (bucket.names[0] for bucket in cut.buckets)
         ]
-        return StepTimes.forecast(Calibration(encode=self.encode).applied(cut), picked)
+        return StepTimes.forecast(Calibration(slower, slower * self.encode).applied(cut), picked)
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero1"])
@@ -361,6 +370,19 @@ def test_a_choice_is_tried_before_training(world, encode: float) -> None:
     assert 1 < tried <= 4 and plan.exchange != untried.exchange
     assert plan.forecast.step_s == pytest.approx(took_s, rel=0.05)
     assert exchanger._steps.expected is not None and exchanger._steps.expected.step_s == pytest.approx(took_s, rel=0.05)
+
+
+def test_on_a_machine_whose_speed_varies_a_choice_is_as_good_as_on_a_steady_one(world) -> None:
+    """Its steps are as short on a steady machine, whichever trial found the machine fastest."""
+    step_s = list[float]()
+    for speeds in ((1.0,) * 5, (1.0, 1.0, 1.6, 1.6, 1.0), (0.7, 0.7, 1.3, 1.0, 1.0)):
+        exchanger, _ = world([FLAT_SLOW])
+        trials = Trials(exchanger, 30.0, slower=speeds)
+        exchanger.run = replace(exchanger.run, trials=trials)  # type: ignore[arg-type]
+        plan = exchanger.settle(automatic=True, hosts=2)
+        assert len(trials.tried) > 1, "nothing to compare: this proves nothing"
+        step_s.append(Trials(exchanger, 30.0).times(plan, 1).step_s)
+    assert max(step_s[1:]) <= 1.02 * step_s[0]
 
 
 @pytest.mark.parametrize(
@@ -802,7 +824,7 @@ def test_what_is_chosen_after_trials_is_timed_by_the_steps_of_the_trial_that_was
             return replace(found, exposed_s=found.exposed_s + 0.3)
         return StepTimes(0.5 * found.compute_s, found.exposed_s + 1.0, found.encode_s)
 
-    exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times))  # type: ignore[arg-type]
+    exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times, alone_s=lambda step: 1.0))  # type: ignore[arg-type]
     exchanger.settle(automatic=True, hosts=2)
     assert len(made) > 1, "no second trial: this proves nothing"
     decision, basis = exchanger._decision, exchanger._basis
@@ -836,6 +858,6 @@ def test_a_round_apart_waits_for_links_as_steps_have_shown_them(world, monkeypat
             best = one._decision.best
             return StepTimes.forecast(Calibration(messages=factor).applied(best.facts), best.picked)
 
-        exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times))  # type: ignore[arg-type]
+        exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times, alone_s=lambda step: 1.0))  # type: ignore[arg-type]
         exchanger.settle(automatic=True, hosts=2)
     assert sum(seen[1].fragments_s) > 2 * sum(seen[0].fragments_s)

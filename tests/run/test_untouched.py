@@ -190,6 +190,7 @@ def test_nothing_stays_of_a_look(kind: type[Net]) -> None:
     assert float(gradients["head.weight"].norm()) > 0 and state_of(module) == before
     pump = CommThread(LocalChannel.world(1)[0])
     trials = TrialSteps(parts=parts, engine=engine, feed=feed, pump=pump, at=lambda step, phase: None)
+    assert trials.alone_s(0) > 0 and state_of(module) == before
     times = trials.times(parts.plan.model_copy(update={"exchange": {"error_feedback": {"inner": "dense"}}}), 0)
     pump.close()
     assert times.compute_s > 0 and state_of(module) == before

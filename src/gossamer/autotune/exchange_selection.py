@@ -248,22 +248,26 @@ class ExchangeSelector:
         assert self._decision is not None and self._basis is not None
         steps, trials, rehearsal = self.run.trials, Trials(self.run.steps), self._basis.rehearsal
         corrected = list[ChoiceBasis]()  # by each trial
-        if not (self._is_comparable and trials.have_time_for(self._decision)) or rehearsal.sick:
+        is_tried = self._is_comparable and trials.have_time_for(self._decision) and not rehearsal.sick
+        if steps is None or not is_tried:
             return self._decision
-        while steps is not None:
-            one = Trial.of(self._decision, steps.times(self.plan, rehearsal.batch))
+        before_s = steps.alone_s(rehearsal.batch)
+        while True:
+            times, after_s = steps.times(self.plan, rehearsal.batch), steps.alone_s(rehearsal.batch)
+            one, before_s = Trial.of(self._decision, times, (before_s + after_s) / 2), after_s
             trials = trials.and_then(one)
             self.tell(f"exchange: {one.show()}", 0)
-            self._basis = self._basis.corrected(one.slower)
-            corrected.append(self._basis)
+            corrected.append(self._basis.corrected(one.slower))
+            self._basis = corrected[-1].corrected(one.until(trials.alone_s))
             following = trials.following(self._basis.fastest(), self._basis.fastest_uniform())
             if following is None:
                 best = trials.best
+                usual = best.until(trials.alone_s)
                 # What is chosen from later is to be timed by the same steps as the choice itself.
-                self._basis = next(b for b, trial in zip(corrected, trials.made, strict=True) if trial is best)
-                return self._settle_on(self._basis.told(best.decision))
+                basis = next(b for b, trial in zip(corrected, trials.made, strict=True) if trial is best)
+                self._basis = basis.corrected(usual)
+                return self._settle_on(self._basis.told(best.decision.corrected(usual)))
             self._settle_on(following)
-        return self._decision
 
     def _recalibrated(self, step: int, times: StepTimes) -> Replan | None:
         """Correct the measurements by what steps took, and return what is then worth a change."""

@@ -1,4 +1,8 @@
-"""Time steps with an exchange before training: forward, backward and messages as in the run; nothing is kept."""
+"""Time steps with an exchange before training: forward, backward and messages as in the run; nothing is kept.
+
+A machine computes faster at one time than at another, by more than what sets exchanges apart: others use it, it becomes
+hot. So passes that send nothing are timed before and after each trial, and trials are compared at one speed.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,17 @@ from gossamer.run.batches import Feed
 from gossamer.run.checkpoint import trainable
 from gossamer.run.engine import pieces_of, pipeline_of
 from gossamer.run.parts import Parts
+from gossamer.run.profile_step import pass_seconds
 from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import At, Gradients
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.task import Task
 from gossamer.spec.plan import Plan
+from gossamer.spec.units import show_seconds
 from gossamer.sync import GradientReducer, StepContext, StepVote
 
 _STEPS = 3  # of a trial, after one that warms up
+_PASSES = 2  # without messages, between two trials
 _TRIALS = 4  # at most
 _SHORT_S, _LONG_S, _SHARE = 30.0, 120.0, 0.05  # what all trials may take: so much, and a share of the run in between
 _ABOUT = 0.02  # of a step: what steps of a trial differ by at most
@@ -34,20 +41,31 @@ _RIVAL = 0.1  # of a step: what the forecast of a rival may be off
 class Trial:
     """A choice of exchanges that was tried: what its steps took, and the choice with its estimates corrected by that.
 
-    `expected`: what its steps were expected to take; `slower`: the factors between the two.
+    `alone_s`: what a pass without messages took around them; `expected`: what its steps were expected to take;
+    `slower`: the factors between the two.
     """
 
     times: StepTimes
+    alone_s: float
     decision: Decision
     expected: StepTimes
     slower: Calibration
 
     @staticmethod
-    def of(decision: Decision, times: StepTimes) -> Trial:
-        """Return the trial of a choice whose steps took `times`."""
+    def of(decision: Decision, times: StepTimes, alone_s: float) -> Trial:
+        """Return the trial of a choice whose steps took `times`, when a pass without messages took `alone_s`."""
         best = decision.best
         slower = Calibration.fit(best.facts, best.picked, times)
-        return Trial(times, decision.corrected(slower), StepTimes.forecast(best.facts, best.picked), slower)
+        return Trial(times, alone_s, decision.corrected(slower), StepTimes.forecast(best.facts, best.picked), slower)
+
+    def step_s(self, alone_s: float) -> float:
+        """Return the seconds of its steps on the machine as it is when a pass without messages takes `alone_s`."""
+        return self.times.compute_s * self.until(alone_s).compute + self.times.exposed_s
+
+    def until(self, alone_s: float) -> Calibration:
+        """Return how much longer all work takes when a pass without messages takes `alone_s`."""
+        slower = alone_s / self.alone_s
+        return Calibration(slower, slower)
 
     def is_of(self, decision: Decision) -> bool:
         """Return whether this choice was tried: the same exchanges in the same buckets."""
@@ -56,7 +74,8 @@ class Trial:
     def show(self) -> str:
         """Return the trial for the user."""
         tried, factors = f"{self.decision.summary}{self.decision.cut}", self.slower.show()
-        return f"tried {tried}: steps {self.times.show()}, expected: {self.expected.show()} ({factors})"
+        alone = f"a pass without messages {show_seconds(self.alone_s)}"
+        return f"tried {tried}: steps {self.times.show()}, {alone}, expected: {self.expected.show()} ({factors})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +94,31 @@ class Trials:
 
     def have_time_for(self, decision: Decision) -> bool:
         """Return whether a trial of this choice fits into the time that there is."""
-        step_s, spent_s = decision.best.step_s, sum((_STEPS + 1) * one.times.step_s for one in self.made)
+        step_s, alone_s = decision.best.step_s, decision.best.facts.compute_s
+        spent_s = sum((_STEPS + 1) * one.times.step_s + _PASSES * one.alone_s for one in self.made)
         may_take_s = min(max(_SHORT_S, _SHARE * self.steps * step_s), _LONG_S)
-        return len(self.made) < _TRIALS and spent_s + (_STEPS + 1) * step_s <= may_take_s
+        return len(self.made) < _TRIALS and spent_s + (_STEPS + 1) * step_s + _PASSES * alone_s <= may_take_s
+
+    @property
+    def alone_s(self) -> float:
+        """Return what a pass without messages took around most trials: how fast the machine is expected to stay."""
+        return median(one.alone_s for one in self.made)
 
     @property
     def best(self) -> Trial:
-        """Return, of the trials whose steps were about as short as the shortest, the one that loses least."""
-        near = [one for one in self.made if one.times.step_s <= (1 + _ABOUT) * self._shortest_s]
+        """Return, of the trials whose steps were about as short as the shortest, the one that loses least.
+
+        They are compared at one speed. The shortest as measured would be the one that found the machine fastest.
+        """
+        near = [one for one in self.made if one.step_s(self.alone_s) <= (1 + _ABOUT) * self._shortest_s]
         return min(near, key=lambda one: one.decision.best.lost)
 
     def following(self, chosen: Decision, uniform: Decision) -> Decision | None:
         """Return what to try next: the choice after all corrections if that promises a gain, else a `uniform` one.
 
-        What is alike for all buckets is forecast with the fewest errors, so it is tried where it might be as fast. None
-        where both have been tried or promise too little, or where there is no time.
+        Both are estimated for the machine as it is around most trials. What is alike for all buckets is forecast with
+        the fewest errors, so it is tried where it might be as fast. None where both have been tried or promise too
+        little, or where there is no time.
         """
         for one, at_most in ((chosen, 1 - _ABOUT), (uniform, 1 + _RIVAL)):
             if one.best.step_s < at_most * self._shortest_s and not any(trial.is_of(one) for trial in self.made):
@@ -98,7 +127,7 @@ class Trials:
 
     @property
     def _shortest_s(self) -> float:
-        return min(one.times.step_s for one in self.made)
+        return min(one.step_s(self.alone_s) for one in self.made)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +142,15 @@ class TrialSteps:
     feed: Feed
     pump: CommThread
     at: At
+
+    def alone_s(self, step: int) -> float:
+        """Return the seconds of forward and backward of a micro-batch of `step`, without messages, of the slowest rank.
+
+        Nothing is kept of it. All ranks must call it.
+        """
+        self.at(step, "compute")
+        mine = pass_seconds(self.engine, self.feed, trainable(self.engine.module), step, passes=_PASSES)
+        return float(gathered(self.pump.channel, [mine]).max())
 
     def times(self, plan: Plan, step: int) -> StepTimes:
         """Return the median times of a step on the batch of `step` with the exchanges, buckets and turns of `plan`.

@@ -39,7 +39,7 @@ def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor],
     """Time the first micro-batch of `step` a few times; afterwards the model has the same state as before."""
     with untouched(engine.module, is_timed=True):
         pieces = feed.fetch(step)  # inside: items may draw from the default generators
-        piece = MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
+        piece = _first(engine, pieces)
         engine.module.train()
         runs = [_once(engine, piece, params, step) for _ in range(_REPEATS + 1)][1:]
         fastest = min(runs, key=lambda one: one.compute_s)
@@ -48,6 +48,23 @@ def profile_step(engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor],
     return StepProfile(
         fastest.compute_s * len(pieces), fastest.backward_s, fastest.ready_s, gradients, absent, len(pieces)
     )
+
+
+def pass_seconds(
+    engine: ModelRuntime, feed: Feed, params: Mapping[str, Tensor], step: int = 0, *, passes: int
+) -> float:
+    """Return the seconds of forward and backward of the first micro-batch of `step`, the fastest of some passes.
+
+    Afterwards the model has the same state as before.
+    """
+    with untouched(engine.module, is_timed=True):
+        piece = _first(engine, feed.fetch(step))
+        engine.module.train()
+        return min(_once(engine, piece, params, step).compute_s for _ in range(passes))
+
+
+def _first(engine: ModelRuntime, pieces: Mapping[int, MicroBatch]) -> MicroBatch:
+    return MicroBatch(pieces[0].key, moved(pieces[0].rows, engine.device))
 
 
 def _gradients(engine: ModelRuntime, piece: MicroBatch, params: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
