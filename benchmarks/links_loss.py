@@ -62,6 +62,7 @@ def main() -> None:
             "dense": found[dense.key()],
             "setting": settings,
         },
+        script="links_loss",
     )
 
 
