@@ -196,10 +196,8 @@ def in_lab(asked: argparse.Namespace) -> None:
     figures = {
         "settings": len(rows),
         "worst_behind": max(row["behind"] for row in rows),
-        **{
-            f"worst_{name}": max((row[name] for row in rows), key=abs)
-            for name in ("forecast_error", "forecast_error_at_one_speed")
-        },
+        "worst_forecast_error": max((row["forecast_error"] for row in rows), key=abs),
+        "worst_forecast_error_at_one_speed": max((row["forecast_error_at_one_speed"] for row in rows), key=abs),
         "rows": rows,
     }
     publish(asked.record, figures, script="auto")

@@ -17,7 +17,7 @@ from typing import Any
 from gossamer.plan.exchange import CANDIDATES
 from links import interleaved
 from links.interleaved import Program
-from links.method import ALONE, Method
+from links.method import Method
 from links.rounds import Link
 from links.setting import PARAMETERS
 
@@ -29,8 +29,7 @@ BY_HAND = tuple(  # without those that the others beat on every link between few
 )
 BITS = {"all-reduce": 32, "bf16 two-shot": 16, "bf16 recursive doubling": 16, "int8 two-shot": 8, "int4 two-shot": 4}
 _HOPELESS_S, _SLOWEST = 8.0, 1.5  # of bytes alone in a step of 1 to 3 s; of a first turn, in those of auto
-_HOSTS_AT_ONCE, _HOSTS_OF_YARDSTICK = 14, 2  # a host takes 1 to 2 GB
-YARDSTICK = ALONE.name
+_HOSTS_AT_ONCE = 14 - interleaved.HOSTS_OF_YARDSTICK  # a host takes 1 to 2 GB
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,21 @@ SETTINGS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What was measured of programs that trained at once: figures by method and turn, and the yardstick by round."""
+
+    figures: dict[str, list[dict[str, Any]]]
+    slowdown: list[float]
+
+
 def rows(
     settings: Sequence[Setting], methods: Sequence[Method], *, turns: int, steps: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per setting, out of `turns` turns of `steps` steps; the first step of each turn does not count."""
     for one in settings:
         named = [method for method in methods if _wire_s(method, one) < _HOPELESS_S]
-        at_once = max(1, (_HOSTS_AT_ONCE - _HOSTS_OF_YARDSTICK) // one.hosts - 1)
+        at_once = max(1, _HOSTS_AT_ONCE // one.hosts - 1)
         groups = [
             _group((AUTO, *named[at : at + at_once]), one, turns, steps, say) for at in range(0, len(named), at_once)
         ]
@@ -84,30 +91,30 @@ def _wire_s(method: Method, one: Setting) -> float:
     return 2 * (one.hosts - 1) / one.hosts * megabits / rate
 
 
-def _group(
-    methods: Sequence[Method], one: Setting, turns: int, steps: int, say: Callable[[str], None]
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of `methods` and the yardstick by turn, all of which train in turns (`links.turns`)."""
+def _group(methods: Sequence[Method], one: Setting, turns: int, steps: int, say: Callable[[str], None]) -> Group:
+    """Return the figures of `methods`, all of which train at once beside a yardstick, in turns (`links.turns`)."""
     todo = [Program(f"p{i}", method, one.link(), one.model, turns, steps) for i, method in enumerate(methods)]
     beside = interleaved.yardstick_for(todo[0])
-    results = interleaved.run(todo, lambda line: say(f"{one}: {line}"), slowest=_SLOWEST, yardstick=beside)
-    return {
-        program.method.name: interleaved.by_turn(found, program)
-        for program, found in zip([*todo, beside], results, strict=True)
+    *results, measured = interleaved.run(todo, lambda line: say(f"{one}: {line}"), slowest=_SLOWEST, yardstick=beside)
+    figures = {
+        program.method.name: interleaved.by_turn(found, program) for program, found in zip(todo, results, strict=True)
     }
+    return Group(figures, interleaved.speeds(interleaved.by_turn(measured, beside)))
 
 
-def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dict[str, Any]:
+def _row(one: Setting, measured: Sequence[Group]) -> dict[str, Any]:
     """Return a setting's row. `behind`: of the group, a part of the methods beside auto, in which auto is furthest so.
 
     auto_s, best_uniform_s: of that group, medians over all steps of all turns. `forecast_error`: of a turn, over the
     forecast as it was made; `forecast_error_at_one_speed`: over one whose computing takes as much longer as the
     yardstick took in that round; `slowdown`: how much longer that was, by group and round.
     """
-    slowdown = [interleaved.speeds(group[YARDSTICK]) for group in groups]
-    groups = [{name: turns for name, turns in group.items() if name != YARDSTICK} for group in groups]
+    groups = [group.figures for group in measured]
     times = [{name: _median(turns) for name, turns in group.items() if "error" not in turns[0]} for group in groups]
     by_hand = [{name: s for name, s in group.items() if name != AUTO.name} for group in times]
+    left_out = {n: t[0]["error"] for group in groups for n, t in group.items() if "error" in t[0]}
+    if not any(by_hand):
+        raise SystemExit(f"{one}: wanted a method by hand that lasts beside auto, every one ended: {left_out}; try more")
     worst = max((at for at in range(len(groups)) if by_hand[at]), key=lambda at: _behind(times[at], by_hand[at]))
     best = min(by_hand[worst], key=lambda name: by_hand[worst][name])
     auto = [group[AUTO.name] for group in groups]
@@ -125,10 +132,10 @@ def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dic
         "forecast_error": median(r["step_s"] / r["forecast"]["step_s"] - 1 for turns in auto for r in turns),
         "forecast_error_at_one_speed": median(
             r["step_s"] / _forecast_s(r["forecast"], slower) - 1
-            for turns, by_round in zip(auto, slowdown, strict=True)
-            for r, slower in zip(turns, by_round, strict=True)
+            for turns, group in zip(auto, measured, strict=True)
+            for r, slower in zip(turns, group.slowdown, strict=True)
         ),
-        "slowdown": [[round(one, 3) for one in by_round] for by_round in slowdown],
+        "slowdown": [[round(slower, 3) for slower in group.slowdown] for group in measured],
         "exposed_s": median(r["exposed_s"] for r in firsts),
         "forecast_exposed_s": median(r["forecast"]["exposed_s"] for r in firsts),
         "compute_s": median(r["compute_s"] for r in firsts),
@@ -137,7 +144,7 @@ def _row(one: Setting, groups: Sequence[dict[str, list[dict[str, Any]]]]) -> dic
         "tried": [r["tried"] for r in firsts],
         "step_s": [{name: round(group[name], 4) for name in sorted(group, key=group.__getitem__)} for group in times],
         "wire_bytes": {n: t[0]["wire_bytes"] for group in groups for n, t in group.items() if "error" not in t[0]},
-        "left_out": {n: t[0]["error"] for group in groups for n, t in group.items() if "error" in t[0]},
+        "left_out": left_out,
     }
 
 

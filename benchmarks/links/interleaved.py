@@ -26,7 +26,8 @@ from links.method import ALONE, KNOWN, UNTHROTTLED, Method
 from links.rounds import Length, Link, measure
 from links.turns import ended, give
 
-_BEFORE, _AFTER = 1, 2  # the turns of a yardstick around the start of the first program; its own first does not count
+HOSTS_OF_YARDSTICK = 2
+_AROUND = 2  # turns of a yardstick, before and after the start of the first program; its own first does not count
 _LOOK_S, _START_S, _STEP_S = 0.02, 300.0, 60.0  # what a start, and a step, may take at most
 
 
@@ -59,11 +60,11 @@ def programs(
 
 
 def yardstick_for(one: Program) -> Program:
-    """Return the yardstick beside programs like `one`: two hosts that compute as much each, and exchange nothing.
+    """Return the yardstick beside programs like `one`: hosts that compute as much each, and exchange nothing.
 
     Its turns are one before the first program starts, one after that, and one in each round that counts.
     """
-    return replace(one, name="yardstick", method=ALONE, link=Link(2), rounds=one.rounds + _AFTER)
+    return replace(one, name="yardstick", method=ALONE, link=Link(HOSTS_OF_YARDSTICK), rounds=one.rounds + _AROUND)
 
 
 def run(
@@ -73,8 +74,9 @@ def run(
     slowest: float = math.inf,
     yardstick: Program | None = None,
 ) -> list[dict[str, Any]]:
-    """Return the figures of every program, in their order, then of the yardstick. Raises SystemExit where one hangs, or
-    says nothing.
+    """Return the figures of every program, in their order, then of the yardstick, where there is one.
+
+    Raises SystemExit where one hangs, or says nothing.
 
     slowest: a program whose first turn takes more than so many times that of the first program ends with that turn;
     its figures are `error`, which says so, and `step_s` of that turn.
@@ -99,15 +101,15 @@ def run(
         try:
             if yardstick is not None:
                 begin(yardstick)
-                for number in range(_BEFORE + 1):
+                for number in range(_AROUND):
                     turn(yardstick, number)
             for one in all_of_them:
                 begin(one)
                 if yardstick is not None and one is all_of_them[0]:
-                    turn(yardstick, _AFTER)
+                    turn(yardstick, _AROUND)
             for number in range(all_of_them[0].rounds + 1):
                 if yardstick is not None and number:
-                    turn(yardstick, _AFTER + number)
+                    turn(yardstick, _AROUND + number)
                 for one in all_of_them[:: 1 if number % 2 == 0 else -1]:
                     if one.name in found:
                         continue
@@ -135,8 +137,8 @@ def speeds(yardstick: Sequence[dict[str, Any]]) -> list[float]:
 
     `yardstick`: its figures by turn.
     """
-    at_start_s = median(s for turn in yardstick[:_AFTER] for s in turn["steps_s"])
-    return [turn["step_s"] / at_start_s for turn in yardstick[_AFTER:]]
+    at_start_s = median(s for turn in yardstick[:_AROUND] for s in turn["steps_s"])
+    return [turn["step_s"] / at_start_s for turn in yardstick[_AROUND:]]
 
 
 def _said(one: Program, output: str) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def rounds(
         second_moments=lambda names: {name: truth[name].square() for name in names},
     )
     weight = samples[seat.rank] if samples else 1.0
-    at, anchors, sent, idle, heard, left_behind = [], [], [], [], [], False
+    at, anchors, sent, idle, heard = [], [], [], [], []
+    left_behind: bool | None = None  # of a rank that was held up
     together = method.loop
     pace = together.pace(levels.groups["island"]) if together is not None else LocalStepSchedule()
     apart.begin(0, steps if finish else 10 * steps, 0)

@@ -82,7 +82,8 @@ class Trial:
 class Trials:
     """The trials before the training of a run of `steps` steps.
 
-    They take 30 s in all, or a twentieth of the run where that is longer, but never more than two minutes.
+    With the passes around them they take 30 s in all, or a twentieth of the run where that is longer, but never more
+    than two minutes.
     """
 
     steps: int
@@ -94,10 +95,11 @@ class Trials:
 
     def have_time_for(self, decision: Decision) -> bool:
         """Return whether a trial of this choice fits into the time that there is."""
-        step_s, alone_s = decision.best.step_s, decision.best.facts.compute_s
+        step_s = decision.best.step_s
+        passes_s = 2 * _PASSES * decision.best.facts.compute_s  # those after it, and those before the first trial
         spent_s = sum((_STEPS + 1) * one.times.step_s + _PASSES * one.alone_s for one in self.made)
         may_take_s = min(max(_SHORT_S, _SHARE * self.steps * step_s), _LONG_S)
-        return len(self.made) < _TRIALS and spent_s + (_STEPS + 1) * step_s + _PASSES * alone_s <= may_take_s
+        return len(self.made) < _TRIALS and spent_s + (_STEPS + 1) * step_s + passes_s <= may_take_s
 
     @property
     def alone_s(self) -> float:

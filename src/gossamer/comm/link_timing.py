@@ -157,9 +157,7 @@ def _done(least_s: float, latency_s: float, seconds: float) -> float:
 
 
 def _first_bytes(bytes_per_s: float, least_s: float, most: int) -> int:
-    """Return the bytes of a first message, which takes `least_s` and a margin where its rate is as expected; 0: not
-    known.
-    """
+    """Return the bytes of a first message, which at its expected rate takes `least_s` and a margin. Rate 0: unknown."""
     return min(max(_FIRST_BYTES, int(_MARGIN * bytes_per_s * least_s)), most)
 
 
