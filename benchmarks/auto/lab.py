@@ -114,7 +114,9 @@ def _row(one: Setting, measured: Sequence[Group]) -> dict[str, Any]:
     by_hand = [{name: s for name, s in group.items() if name != AUTO.name} for group in times]
     left_out = {n: t[0]["error"] for group in groups for n, t in group.items() if "error" in t[0]}
     if not any(by_hand):
-        raise SystemExit(f"{one}: wanted a method by hand that lasts beside auto, every one ended: {left_out}; try more")
+        raise SystemExit(
+            f"{one}: wanted a method by hand that lasts beside auto, every one ended: {left_out}; try more"
+        )
     worst = max((at for at in range(len(groups)) if by_hand[at]), key=lambda at: _behind(times[at], by_hand[at]))
     best = min(by_hand[worst], key=lambda name: by_hand[worst][name])
     auto = [group[AUTO.name] for group in groups]
