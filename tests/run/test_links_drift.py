@@ -45,6 +45,7 @@ MIB = 1 << 20
 SLOW, FAST = Link(latency_s=1e-3, bytes_per_s=2e6), Link(latency_s=1e-4, bytes_per_s=1e9)
 FLAT_FAST = Network(islands=((0, 1, 2, 3),), levels={"all": FAST})
 FLAT_SLOW = Network(islands=((0, 1, 2, 3),), levels={"all": SLOW})
+SLOW_AS_READ = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=2e-3, bytes_per_s=1.4e6)})  # noise
 
 
 def islands(*groups: tuple[int, ...]) -> Network:
@@ -132,9 +133,13 @@ PLAN: dict[str, Any] = {
 
 
 def look(
-    exchanger: ExchangeSelector, step: int, rate: float, *, share: float = 0.05, step_s: float = 1.0
+    exchanger: ExchangeSelector, step: int, rate: float, *, share: float = 0.05, step_s: float = 1.0, sure: bool = True
 ) -> Replan | None:
-    """One look at the links, where the messages of the last 20 steps passed at this rate, waited for in this share."""
+    """One look at the links, where the messages of the last 20 steps passed at this rate, waited for in this share.
+
+    `sure`: links are taken to be as the last choice found them; else they are measured again after its first window.
+    """
+    exchanger._is_unsure = exchanger._is_unsure and not sure
     watch, pump, waited_s = exchanger._watch, exchanger.pump, 20 * step_s * share
     watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate * waited_s), pump.busy_s - waited_s
     watch.steps_s, watch._ended_s = [step_s] * 20, 0.0
@@ -190,6 +195,31 @@ def test_links_drift_and_islands_come_and_go(world, found: list[Network], lossy:
             assert all(one.traits.lossless or not one.traits.remembers for one in rules.values())
     assert here.rehearsed == [0], "gradients are looked at once"
     assert any(plan.exchange != plans[0].exchange for plan in plans), "nothing has changed: this proves nothing"
+
+
+@pytest.mark.parametrize(
+    ("later", "changes"),
+    [(FLAT_FAST, True), (PAIRS, True), (FLAT_SLOW, False), (SLOW_AS_READ, False)],
+    ids=["heal", "islands", "stay", "noise"],
+)
+def test_links_that_heal_right_after_a_choice_are_found(world, later: Network, changes: bool) -> None:
+    """In the first window after it, which all later ones are compared with: none of those would show it."""
+    exchanger, here = world([FLAT_FAST, FLAT_SLOW, later])
+    exchanger.settle(automatic=True, hosts=2)
+    look(exchanger, 20, rate=5.0)
+    assert drift(exchanger, 60, rate=1.0) is not None
+    slow, watch = exchanger.plan.exchange, exchanger._watch
+    assert watch.first is None and watch.every == 40
+    changed = look(exchanger, 80, rate=3.0, sure=False)
+    assert next(here.links, None) is None, "links are measured once more"
+    assert (changed is not None) is changes
+    if changes:
+        assert here.told[-1].startswith("the links have drifted; exchange: ") and exchanger.plan.exchange != slow
+        assert watch.first is None and watch.every == 80, "the next window is the measure, after a longer interval"
+    else:
+        assert exchanger.plan.exchange == slow and watch.first is not None
+        assert watch.sent_bytes == exchanger.pump.channel.meter.total_bytes, "the probe's messages do not count"
+        assert look(exchanger, 120, rate=3.0, sure=False) is None, "and no more after that"
 
 
 def test_islands_stay_known_where_the_exchange_stays(world) -> None:
@@ -746,7 +776,7 @@ def test_what_stays_among_islands_is_timed_on_the_links_as_they_are(world) -> No
 
 def test_what_stays_and_is_not_known_is_compared_with_nothing_and_said(world, monkeypatch) -> None:
     """Its forecast is of the links before: steps would be corrected by what the links have shown already."""
-    exchanger, here = world([FLAT_SLOW, FLAT_SLOW])
+    exchanger, here = world([FLAT_SLOW, FLAT_SLOW, FLAT_SLOW])
     exchanger.settle(automatic=True, hosts=2)
     monkeypatch.setattr(choice_basis.ChoiceBasis, "again", lambda *_: None)
     exchanger._watch.first = MEASURE

@@ -8,12 +8,14 @@ from statistics import median
 
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
+from gossamer.spec.network import Network
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
 _LEAST_STEPS = 10  # of a window that others are compared with: a run may begin shortly before an interval ends
 _DRIFT = 2.0  # factor of change that triggers a new choice
 _LEAST_SHARE = 0.05  # of the time that waits for messages: where it is less, the waiting is noise
 _STEADY = 0.05  # fraction by which windows of the same steps differ in time
+_BYTES = 1 << 20  # of the message by which two measurements of links are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,14 @@ class BandwidthWindow:
         if ratio >= _DRIFT and longer <= 1 + _STEADY:
             return 1
         return -1 if ratio <= 1 / _DRIFT and longer >= 1 - _STEADY else 0
+
+
+def differ(before: Network, now: Network) -> bool:
+    """Return whether a message of 1 MiB takes twice or half as long on some level, or other islands were found."""
+    if before.levels.keys() != now.levels.keys() or set(before.islands) != set(now.islands):
+        return True
+    ratios = [link.seconds(_BYTES) / before.levels[name].seconds(_BYTES) for name, link in now.levels.items()]
+    return any(max(ratio, 1 / ratio) >= _DRIFT for ratio in ratios)
 
 
 @dataclass(slots=True)

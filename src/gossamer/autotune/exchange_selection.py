@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
+from gossamer.autotune import unequal_ranks
+from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, differ
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
@@ -90,6 +91,8 @@ class ExchangeSelector:
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
     _other_islands: tuple[tuple[int, ...], ...] = ()  # that the links have shown, and the plan has not
+    _links: Network | None = None  # that the last choice is for
+    _is_unsure: bool = False  # whether the links may have changed again since that choice, made between two steps
 
     def settle(self, *, automatic: bool, hosts: int, host: int = -1, owed: frozenset[str] = frozenset()) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
@@ -219,11 +222,13 @@ class ExchangeSelector:
         self._steps.note(compute_s, exposed_s)
         if not self._watch.due(step):
             return None
+        is_first = self._watch.first is None
         drifted, times = self._watch.drifted(self._watch.window(self.pump)), self._steps.window(self.pump)
-        if drifted and self._can_rehearse:
+        if self._can_rehearse and (links := self._changed_links(drifted, is_first)) is not None:
             before, in_force = self.plan, self._decision
-            self._choose(self._probe(), step)
+            self._choose(links, step)
             self._watch.begin_anew(self.pump)
+            self._is_unsure = True
             changed = self._replaced(before, step, "the links have drifted", in_force)
             self._expect()
             return changed
@@ -233,6 +238,23 @@ class ExchangeSelector:
             self._watch.begin_anew(self.pump)
             return None
         return self._recalibrated(step, times) if self._steps.is_off(times) else None
+
+    def _changed_links(self, drifted: bool, is_first: bool) -> Network | None:
+        """Return the links as they are now, if they have changed since the choice.
+
+        `drifted`: whether windows of steps say so; `is_first`: whether the window that has ended is the first since the
+        choice, with which the next ones are compared. After a choice between two steps the links are measured once more
+        at its end: links that heal, or fail again, in that window are in what is compared, so no later one shows it.
+        """
+        if drifted:
+            return self._probe()
+        if not (is_first and self._is_unsure):
+            return None
+        self._is_unsure = False
+        links = self._probe()
+        self._watch.skip(self.pump)  # exclude the probe's messages
+        assert self._links is not None  # a choice was made
+        return links if differ(self._links, links) else None
 
     @property
     def _can_rehearse(self) -> bool:
@@ -410,6 +432,7 @@ class ExchangeSelector:
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links, step)
+        self._links = links
         profile, rehearsal = self._profiled(step)
         is_same = self._basis is not None and profile is self._basis.profile
         self._basis = ChoiceBasis.of(
@@ -465,7 +488,9 @@ class ExchangeSelector:
         self._remainder = StepRemainder.measured(
             params, self.run.optimizer, sharding, self._deal, self.run.walk, channel
         )
-        timed, rehearsal = rehearse(self.engine, self.feed, self.pump.channel, step)
+        timed, rehearsal = rehearse(self.engine, self.feed, channel, step)
+        if unequal := unequal_ranks.told(channel, self.plan, timed.compute_s):
+            self.tell(f"machines: {unequal}", step)
 
         def as_sent(one: Exchange) -> Exchange:
             return sharding.exchange(one, self._deal.path)
