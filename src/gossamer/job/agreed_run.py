@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from gossamer.comm.patience import PatientStore
 from gossamer.launch.agreement import Agreement
 from gossamer.launch.agreement_ranks import RankStore
 from gossamer.launch.environment import LauncherRank
@@ -25,7 +26,7 @@ def agreed_run(
     `begin` is called on rank 0 alone, while the others wait, and may make the directory ready. All ranks raise its
     error. Raises PeerLost, which names a rank that does not come within `timeout_s`.
     """
-    keys = dist.PrefixStore(f"begin/{place.start.generation}", store)
+    keys = PatientStore(store, timeout_s).under(f"begin/{place.start.generation}")
     line = RankStore(keys, place.rank, place.ranks, timeout_s=timeout_s, when="before the run")
 
     def found() -> str:

@@ -8,12 +8,12 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from gossamer.comm.channel.group import ProcessGroupChannel, Rendezvous
 from gossamer.comm.message import ProcessGroups
+from gossamer.comm.patience import PatientStore
 from gossamer.job.rank_inputs import RankContext
 from gossamer.job.worker import rendezvous
 from gossamer.launch.environment import LauncherRank, launcher_of, read_environment
@@ -21,6 +21,7 @@ from gossamer.own_loop.compute_clock import ComputeClock
 from gossamer.spec.errors import BadInput, PeerLost
 
 _LATE_S = 3.0  # grace period in which other waiting ranks report to the store
+_GONE = "the store of the process group cannot be reached"
 _SAME_STEPS = "Every rank must call backward and optimizer.step() the same number of times"
 
 
@@ -33,7 +34,7 @@ class LoopGroup:
 
     rank: int
     ranks: int
-    store: dist.Store
+    store: PatientStore
     interface: str = ""
     hosts: int = 1
     timeout_s: float = 120.0
@@ -52,7 +53,7 @@ class LoopGroup:
     def meet(self, name: str, backend: str) -> ProcessGroupChannel:
         """Create a new channel between all ranks. All ranks must call it in the same order."""
         meeting = Rendezvous(
-            store=dist.PrefixStore(name, self.store),
+            store=dist.PrefixStore(name, self.store.whole),
             rank=self.rank,
             levels=ProcessGroups.flat(self.ranks),
             interface=self.interface,
@@ -75,8 +76,8 @@ class LoopGroup:
         """
         try:
             with self.clock.stopped():
-                self.store.wait([key], timedelta(seconds=self.timeout_s))
-                found: bytes = self.store.get(key)
+                self.store.wait([key])
+                found = self.store.get(key)
         except RuntimeError as error:
             raise self.lost(PeerLost(str(error)), doing, do=do) from error
         return found
@@ -118,16 +119,19 @@ def party(timeout_s: float) -> LoopGroup:
         where = _met(place, timeout_s)
         store, rank, ranks, interface, hosts = where.store, where.rank, where.ranks, where.interface, where.hosts
     else:
-        return LoopGroup(0, 1, dist.HashStore())
+        return LoopGroup(0, 1, PatientStore(dist.HashStore(), timeout_s))
     run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    wraps = store.add(f"own_loop/{run}/wraps/{rank}", 1)
-    mine = dist.PrefixStore(f"own_loop/{run}/{wraps}", store)
-    mine.set(f"host/{rank}", socket.gethostname())
+    keys = PatientStore(store, timeout_s).under(f"own_loop/{run}")
+    try:
+        mine = keys.under(str(keys.add(f"wraps/{rank}", 1)))
+        mine.set(f"host/{rank}", socket.gethostname())
+    except RuntimeError as error:
+        raise PeerLost(f"rank {rank} waits in gossamer.wrap: {_GONE}") from error
     names = _hosts(mine, rank, ranks, timeout_s)
     return LoopGroup(rank, ranks, mine, interface, max(hosts, len(names)), timeout_s)
 
 
-def _hosts(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> set[bytes]:
+def _hosts(store: PatientStore, rank: int, ranks: int, timeout_s: float) -> set[bytes]:
     """Return the names of the hosts, once every rank has written its own. Raises PeerLost, which names those that have
     not.
 
@@ -135,7 +139,7 @@ def _hosts(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> set[by
     """
     keys = [f"host/{other}" for other in range(ranks)]
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait(keys)
         return {store.get(key) for key in keys}
     except RuntimeError as error:
         raise PeerLost(
@@ -144,13 +148,13 @@ def _hosts(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> set[by
         ) from error
 
 
-def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> str:
+def _missing(store: PatientStore, keys: Sequence[str], timeout_s: float) -> str:
     try:
         late = [str(number) for number, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         late = []
     if not late:
-        return "the store of the process group cannot be reached"
+        return _GONE
     return f"rank {', '.join(late)} did not reach it within {timeout_s:g} s"
 
 

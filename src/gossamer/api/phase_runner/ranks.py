@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gossamer.api.phase_runner import PhaseRunner, Spread, prepared
+from gossamer.comm.patience import PatientStore
 from gossamer.job.worker import joined, run_rank, time_limit_s
 from gossamer.launch.agreement import Agreement, appears
 from gossamer.launch.agreement_ranks import RankStore
@@ -27,14 +28,14 @@ class RanksRunner(PhaseRunner):
     """One rank. `store`: of the launcher, or of rank 0; each phase has a prefix of its own in it."""
 
     ready: Ready
-    store: dist.Store
+    store: PatientStore
     phases: int
     _line: RankStore = field(init=False, repr=False)
     _refusal: BaseException | None = field(default=None, repr=False)  # why this rank does not go on
 
     def __post_init__(self) -> None:
         place = self.ready.place
-        store = dist.PrefixStore(f"phases/{place.start.generation}", self.store)
+        store = self.store.under(f"phases/{place.start.generation}")
         self._line = RankStore(store, place.rank, place.ranks)
 
     @staticmethod
@@ -42,7 +43,9 @@ class RanksRunner(PhaseRunner):
     def joined(ready: Ready, config: RunConfig) -> Iterator[RanksRunner]:
         """Connect with the other ranks inside the `with` block. Raises PeerLost, BadInput."""
         place = ready.place
-        runner = RanksRunner(ready, joined(place, time_limit_s(place, config)), len(config.train.phases))
+        limit_s = time_limit_s(place, config)
+        store = PatientStore(joined(place, limit_s), limit_s)
+        runner = RanksRunner(ready, store, len(config.train.phases))
         try:
             yield runner
         finally:
@@ -86,7 +89,7 @@ class RanksRunner(PhaseRunner):
                 config,
                 resume=resume,
                 show=display.show,
-                store=dist.PrefixStore(f"phase/{self.ready.place.start.generation}/{phase.number}", self.store),
+                store=dist.PrefixStore(f"phase/{self.ready.place.start.generation}/{phase.number}", self.store.whole),
                 is_last=phase.number == self.phases,
             )
         return self.ready.stop.is_set

@@ -20,6 +20,7 @@ from gossamer.comm.absent_ranks import who_is_lost
 from gossamer.comm.channel import UNDER_WAY, Channel, Pending
 from gossamer.comm.message import AHEAD, WORD, Collective, Message, ProcessGroups
 from gossamer.comm.meter import Meter
+from gossamer.comm.patience import GRACE_S, answered
 from gossamer.spec.errors import PeerLost
 
 
@@ -86,7 +87,8 @@ class ProcessGroupChannel(Channel):
             options._devices = [device]
             options._timeout = timeout
             options._threads = UNDER_WAY + 2  # of two, which are the default, latencies would follow one another
-            return dist.ProcessGroupGloo(store, me, len(members), options)
+            within_s, what = timeout.total_seconds() + GRACE_S, "the store of the ranks"
+            return answered(lambda: dist.ProcessGroupGloo(store, me, len(members), options), within_s, what)
         except RuntimeError as error:
             raise PeerLost(
                 f"rank {m.rank} could not join the process group {level!r} of {len(members)} ranks over {backend} "

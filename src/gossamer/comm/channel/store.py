@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from gossamer.comm.patience import GRACE_S, answered
+
 
 def join_store(
     address: str, port: int, ranks: int, *, is_keeper: bool, timeout_s: float, listener: int = -1
@@ -16,13 +18,17 @@ def join_store(
     timeout_s: seconds that operations on the store may take. Raises RuntimeError with torch's message.
     """
     handed_over = {"master_listen_fd": listener} if is_keeper and listener >= 0 else {}
-    return dist.TCPStore(
-        address,
-        port,
-        ranks,
-        is_master=is_keeper,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,  # a process group that somebody opens later at the same address shares it
-        **handed_over,
-    )
+
+    def opened() -> dist.Store:
+        return dist.TCPStore(
+            address,
+            port,
+            ranks,
+            is_master=is_keeper,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,  # a process group that somebody opens later at the same address shares it
+            **handed_over,
+        )
+
+    return answered(opened, timeout_s + GRACE_S, f"the store at {address}:{port}")
