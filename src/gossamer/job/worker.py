@@ -171,7 +171,7 @@ def joined(place: LauncherRank, timeout_s: float) -> dist.Store:
             listener=place.master.listener,
         )
     except RuntimeError as error:
-        said = str(error).strip().splitlines()[0]
+        said = str(error).strip().splitlines()[0].rstrip(".")
         if "address already in use" in said:  # never of our own supervisor's: that listens before it starts anybody
             raise BadInput(
                 f"rank 0 cannot listen on port {place.master.port}, which is in use{owner(place.master.port)}: "

@@ -87,7 +87,7 @@ class ProcessGroupChannel(Channel):
             options._devices = [device]
             options._timeout = timeout
             options._threads = UNDER_WAY + 2  # of two, which are the default, latencies would follow one another
-            within_s, what = timeout.total_seconds() + GRACE_S, "the store of the ranks"
+            within_s, what = timeout.total_seconds() + GRACE_S, "the other ranks or their store"
             return answered(lambda: dist.ProcessGroupGloo(store, me, len(members), options), within_s, what)
         except RuntimeError as error:
             raise PeerLost(
