@@ -24,6 +24,7 @@ from gossamer.plan.exchange import (
     StepMeasurements,
     across_islands,
     choose,
+    choose_uniform,
     cost_of_step,
     priced,
     step_search,
@@ -157,6 +158,21 @@ def test_never_slower_than_plain_and_as_good_as_trying_everything(bytes_per_s: f
     ]
     least = min(sum(LOSS[c] for c in picks) for picks in ordered)
     assert decision.best.lost * 6 <= least + 0.01
+
+
+@pytest.mark.parametrize("bytes_per_s", [4e6, 20e6, 1e9])
+@pytest.mark.parametrize("lossy", [True, False])
+def test_uniform_choices_are_those_of_all_candidates_shortest_first(bytes_per_s: float, lossy: bool) -> None:
+    cuts = [facts(bytes_per_s, buckets=count, numel=(1 << 22) // count, cpu_s=1e-3) for count in (1, 4, 8)]
+    found = choose_uniform(*cuts, lossy=lossy, within=0.25, candidates=KINDS)
+
+    def step_s(cut: StepMeasurements, c: int) -> float:
+        return cost_with(cut, [bucket.options[c] for bucket in cut.buckets]).step_s
+
+    allowed = [c for c, one in enumerate(KINDS) if c == 0 or one.lossy <= lossy]
+    each = sorted(min(step_s(cut, c) for cut in cuts) for c in allowed)
+    assert [one.best.step_s for one in found] == pytest.approx([s for s in each if s <= 1.25 * each[0]])
+    assert all(len(set(one.best.picked)) == 1 for one in found)
 
 
 def test_what_hides_is_not_waited_for_and_what_delays_all_after_it_is() -> None:

@@ -86,8 +86,18 @@ def test_what_is_tried_next_is_compared_at_the_usual_speed() -> None:
     first, last = tried(1), tried(0, speed=1.4)
     promised, uniform = (decision(c, Calibration(1.2, 1.2).applied(step())) for c in (2, 0))
     assert first.times.step_s < promised.best.step_s < 0.98 * first.step_s(0.9 * 1.2)
-    assert of(first, last).following(promised, uniform) is promised
-    assert of(first, tried(0)).following(promised, uniform) is None
+    assert of(first, last).following(promised, [uniform]) is promised
+    assert of(first, tried(0)).following(promised, [uniform]) is None
+
+
+def test_rivals_are_tried_in_their_order_where_they_might_be_as_fast() -> None:
+    """The mild one takes 1.08 s, the harsh one 1.04, all-reduce 1.3, or 1.12 on a faster link."""
+    exact, mild, harsh = (decision(candidate, step()) for candidate in range(3))
+    near = decision(0, step((0.06, 0.04, 0.02)))
+    assert of(tried(1)).following(mild, [harsh, mild, near]) is harsh
+    assert of(tried(1), tried(2)).following(mild, [harsh, mild, near]) is near
+    assert of(tried(1), tried(2)).following(mild, [harsh, mild, exact]) is None
+    assert of(tried(1), tried(2), tried(0)).following(mild, [harsh, mild, near]) is None
 
 
 def test_one_trial_is_forecast_as_it_ran() -> None:

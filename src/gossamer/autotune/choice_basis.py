@@ -102,9 +102,12 @@ class ChoiceBasis:
         """Return the buckets of the shortest step with the exchange of each."""
         return choose(*self.facts, lossy=self.lossy, candidates=self.candidates)
 
-    def fastest_uniform(self) -> Decision:
-        """Return the buckets of the shortest step with one exchange for all of them."""
-        return choose_uniform(*self.facts, lossy=self.lossy, candidates=self.candidates)
+    def uniform(self, within: float) -> list[Decision]:
+        """Return the buckets of the shortest step with one exchange for all of them, and its rivals.
+
+        `within`: of that step, how much longer theirs may be. The shortest comes first.
+        """
+        return choose_uniform(*self.facts, lossy=self.lossy, within=within, candidates=self.candidates)
 
     def told(self, decision: Decision) -> Decision:
         """Return the same choice, whose reason says what lossy exchanges would save where they are not allowed."""

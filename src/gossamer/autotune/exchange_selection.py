@@ -21,7 +21,7 @@ from gossamer.autotune.owed_residuals import owing_under, with_owed
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.step_remainder import StepRemainder
-from gossamer.autotune.trial_steps import Trial, Trials, TrialSteps
+from gossamer.autotune.trial_steps import RIVAL, Trial, Trials, TrialSteps
 from gossamer.comm import slow_start
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
@@ -281,7 +281,7 @@ class ExchangeSelector:
             self.tell(f"exchange: {one.show()}", 0)
             corrected.append(self._basis.corrected(one.slower))
             self._basis = corrected[-1].corrected(one.until(trials.alone_s))
-            following = trials.following(self._basis.fastest(), self._basis.fastest_uniform())
+            following = trials.following(self._basis.fastest(), self._basis.uniform(RIVAL))
             if following is None:
                 best = trials.best
                 usual = best.until(trials.alone_s)

@@ -34,7 +34,7 @@ _PASSES = 2  # without messages, between two trials
 _TRIALS = 4  # at most
 _SHORT_S, _LONG_S, _SHARE = 30.0, 120.0, 0.05  # what all trials may take: so much, and a share of the run in between
 _ABOUT = 0.02  # of a step: what steps of a trial differ by at most
-_RIVAL = 0.1  # of a step: what the forecast of a rival may be off
+RIVAL = 0.1  # of a step: what the forecast of a rival may be off
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +115,14 @@ class Trials:
         near = [one for one in self.made if one.step_s(self.alone_s) <= (1 + _ABOUT) * self._shortest_s]
         return min(near, key=lambda one: one.decision.best.lost)
 
-    def following(self, chosen: Decision, uniform: Decision) -> Decision | None:
+    def following(self, chosen: Decision, uniform: Sequence[Decision]) -> Decision | None:
         """Return what to try next: the choice after all corrections if that promises a gain, else a `uniform` one.
 
-        Both are estimated for the machine as it is around most trials. What is alike for all buckets is forecast with
-        the fewest errors, so it is tried where it might be as fast. None where both have been tried or promise too
-        little, or where there is no time.
+        All are estimated for the machine as it is around most trials. What is alike for all buckets is forecast with
+        the fewest errors, so the first of these that was not tried is, where it might be as fast. None where all have
+        been tried or promise too little, or where there is no time.
         """
-        for one, at_most in ((chosen, 1 - _ABOUT), (uniform, 1 + _RIVAL)):
+        for one, at_most in ((chosen, 1 - _ABOUT), *((rival, 1 + RIVAL) for rival in uniform)):
             if one.best.step_s < at_most * self._shortest_s and not any(trial.is_of(one) for trial in self.made):
                 return one if self.have_time_for(one) else None
         return None

@@ -11,7 +11,7 @@ from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.candidates import CANDIDATES, Candidate
 from gossamer.plan.exchange.measurements import Option, StepMeasurements
 from gossamer.plan.exchange.send_order import job_of, unhidden_seconds
-from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates, fastest_alone, search
+from gossamer.plan.exchange.step_search import SLACK, Mixture, SingleCandidates, each_alone, search
 from gossamer.plan.exchange.step_tasks import cost_of_step, tasks_of_step, waited_for
 from gossamer.spec.clock import play
 from gossamer.spec.cost import Cost
@@ -154,12 +154,19 @@ def choose(
 
 
 def choose_uniform(
-    facts: StepMeasurements, *others: StepMeasurements, lossy: bool, candidates: Sequence[Candidate] = CANDIDATES
-) -> Decision:
-    """Choose the buckets and one exchange for all of them, as far as it can serve them: the shortest step."""
+    facts: StepMeasurements,
+    *others: StepMeasurements,
+    lossy: bool,
+    within: float,
+    candidates: Sequence[Candidate] = CANDIDATES,
+) -> list[Decision]:
+    """Choose the buckets for one exchange for all of them, as far as it can serve them; return the shortest step first,
+    and then the others that take up to the fraction `within` longer.
+    """
     cuts, singles = (facts, *others), SingleCandidates()
-    best = fastest_alone(cuts, [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy], singles)
-    return Decision(best, _plain(cuts, singles), candidates)
+    usable = [c for c, one in enumerate(candidates) if c == 0 or one.lossy <= lossy]
+    found, plain = each_alone(cuts, usable, singles, within=within), _plain(cuts, singles)
+    return [Decision(one, plain, candidates) for one in found]
 
 
 def _plain(cuts: Sequence[StepMeasurements], singles: SingleCandidates) -> Mixture:

@@ -173,13 +173,23 @@ def _overlaid(facts: StepMeasurements, columns: Sequence[Column], usable: Sequen
             yield from (Mixture.alone(facts, column.overlaid(facts, candidate)) for column in columns)
 
 
-def fastest_alone(cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates) -> Mixture:
-    """Return the fastest of the candidates with the numbers `usable`, each alone on each of the `cuts`.
+def each_alone(
+    cuts: Sequence[StepMeasurements], usable: Sequence[int], singles: SingleCandidates, *, within: float
+) -> list[Mixture]:
+    """Return each of the candidates with the numbers `usable` alone, on that of the `cuts` on which it is fastest.
 
-    The first candidate serves the buckets that another cannot serve.
+    The first candidate serves the buckets that another cannot serve. `within`: of the shortest step, how much longer
+    one may take to be returned. The shortest comes first.
     """
-    alone = (singles.of(facts, sorted({usable[0], c})) for facts in cuts for c in usable)
-    return min(_within_slack(alone), key=lambda one: one.step_s)
+    alone = [[singles.of(facts, sorted({usable[0], c})) for facts in cuts] for c in usable]
+    bounds = [min(one.least_s for one in each) for each in alone]
+    found, best_s = list[Mixture](), float("inf")
+    for least_s, each in sorted(zip(bounds, alone, strict=True), key=lambda pair: pair[0]):
+        if least_s > (1 + within) * best_s:
+            break
+        found.append(min(_within_slack(each), key=lambda one: one.step_s))
+        best_s = min(best_s, found[-1].step_s)
+    return sorted((one for one in found if one.step_s <= (1 + within) * best_s), key=lambda one: one.step_s)
 
 
 def _within_slack(mixtures: Iterable[Mixture]) -> list[Mixture]:
