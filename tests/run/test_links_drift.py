@@ -222,6 +222,22 @@ def test_links_that_heal_right_after_a_choice_are_found(world, later: Network, c
         assert look(exchanger, 120, rate=3.0, sure=False) is None, "and no more after that"
 
 
+def test_a_rank_that_is_slow_or_becomes_so_is_named(world, monkeypatch) -> None:
+    """Before training as it is profiled, and later once two looks say so."""
+    exchanger, here = world([FLAT_SLOW])
+    slow, monitored = [1.0, 1.0, 1.0, 1.0], step_monitor.gathered
+    monkeypatch.setattr(step_monitor, "gathered", lambda channel, row: monitored(channel, row) * torch.tensor([slow]).T)
+    exchanger.settle(automatic=True, hosts=2)
+    compute_s, exposed_s, encode_s = expected(exchanger)
+    usual, said = (compute_s, exposed_s, encode_s), "machines: rank 2 computes "
+    assert not any(line.startswith("machines: ") for line in here.told)
+    slow[2] = 3.0
+    walk(exchanger, [usual])
+    assert not any(line.startswith("machines: ") for line in here.told)
+    walk(exchanger, [usual, usual, usual])
+    assert sum(line.startswith(said) for line in here.told) == 1
+
+
 def test_islands_stay_known_where_the_exchange_stays(world) -> None:
     """The channel has their process groups: what is chosen among later is between them."""
     near = Network(islands=PAIRS.islands, levels=dict.fromkeys(("all", "island", "between"), FAST))
@@ -576,9 +592,9 @@ def test_a_rank_that_reads_its_rows_late_is_no_slow_link(monkeypatch) -> None:
     rows = torch.tensor([[0.300, 0.05, 0.0], [0.301, 0.55, 0.0]], dtype=torch.float64)
     monkeypatch.setattr(step_monitor, "gathered", lambda *_: rows)
     watch = StepMonitor(expected=StepTimes(0.301, 0.05, 0.0))
-    assert [watch.is_off(watch.window(pump)) for _ in range(2)] == [False, False]
+    assert [watch.is_off(watch.window(pump)[0]) for _ in range(2)] == [False, False]
     rows[0, 1] = 0.15  # the links are slower: whoever waits least waits longer
-    assert [watch.is_off(watch.window(pump)) for _ in range(2)] == [False, True]
+    assert [watch.is_off(watch.window(pump)[0]) for _ in range(2)] == [False, True]
 
 
 @pytest.mark.parametrize(("waited_s", "has_drifted"), [((12.0, 2.1), False), ((12.0, 12.0), True)])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gossamer.autotune import unequal_ranks
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, differ
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
@@ -22,7 +21,9 @@ from gossamer.autotune.rehearsal import Rehearsal, rehearse
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.step_remainder import StepRemainder
 from gossamer.autotune.trial_steps import RIVAL, Trial, Trials, TrialSteps
+from gossamer.autotune.unequal_ranks import UnequalRanks
 from gossamer.comm import slow_start
+from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
 from gossamer.comm.link_probe import hosts_of, probe
@@ -89,6 +90,7 @@ class ExchangeSelector:
     _dealt: RowPartition | None = None  # the rows of each rank, once states are dealt
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
+    _unequal: UnequalRanks = field(default_factory=UnequalRanks)
     _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
     _other_islands: tuple[tuple[int, ...], ...] = ()  # that the links have shown, and the plan has not
     _links: Network | None = None  # that the last choice is for
@@ -223,7 +225,10 @@ class ExchangeSelector:
         if not self._watch.due(step):
             return None
         is_first = self._watch.first is None
-        drifted, times = self._watch.drifted(self._watch.window(self.pump)), self._steps.window(self.pump)
+        drifted = self._watch.drifted(self._watch.window(self.pump))
+        times, by_rank = self._steps.window(self.pump)
+        if unequal := self._unequal.later(by_rank, self.plan):
+            self.tell(f"machines: {unequal}", step)
         if self._can_rehearse and (links := self._changed_links(drifted, is_first)) is not None:
             before, in_force = self.plan, self._decision
             self._choose(links, step)
@@ -489,7 +494,8 @@ class ExchangeSelector:
             params, self.run.optimizer, sharding, self._deal, self.run.walk, channel
         )
         timed, rehearsal = rehearse(self.engine, self.feed, channel, step)
-        if unequal := unequal_ranks.told(channel, self.plan, timed.compute_s):
+        seconds = gathered(channel, [timed.compute_s])[:, 0].tolist()
+        if unequal := self._unequal.at_start(seconds, self.plan):
             self.tell(f"machines: {unequal}", step)
 
         def as_sent(one: Exchange) -> Exchange:

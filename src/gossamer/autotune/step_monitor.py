@@ -31,12 +31,14 @@ class StepMonitor:
         """Take note of a step."""
         self._steps.append((compute_s, exposed_s))
 
-    def window(self, pump: CommThread) -> StepTimes:
-        """End this window, begin the next, and return its times, as `StepTimes.of_ranks` finds them.
+    def window(self, pump: CommThread) -> tuple[StepTimes, list[float]]:
+        """End this window, begin the next, and return its times, as `StepTimes.of_ranks` finds them, and what each rank
+        computed in a step.
 
         All ranks call it.
         """
-        return StepTimes.of_ranks(gathered(pump.channel, self._ended(pump)).tolist())
+        rows = gathered(pump.channel, self._ended(pump)).tolist()
+        return StepTimes.of_ranks(rows), [compute_s for compute_s, *_ in rows]
 
     def is_off(self, window: StepTimes) -> bool:
         """Return whether two windows running differ alike from what is expected."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gossamer.comm.channel import Channel, gathered
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from gossamer.data.share import share_rows
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_seconds
@@ -10,26 +12,52 @@ from gossamer.spec.units import show_seconds
 _UNEQUAL = 1.5  # factor between the slowest rank and the fastest: machines that are alike differ by less at times
 _GAIN = 0.8  # of what a step computes: fractions that leave more of it are not worth a setting
 _MOST = 16  # fractions to list
+_NONE = -1
 
 
-def told(channel: Channel, plan: Plan, compute_s: float) -> str:
-    """Return which rank is the slowest, and what would help, where it takes 1.5 times what the fastest takes; else "".
+@dataclass(slots=True)
+class UnequalRanks:
+    """What the user knows of ranks that are slower than others; every rank has the same, as all are told the same.
 
-    `compute_s`: what this rank computes in a step, alone. The same on all ranks, which call it together.
+    `told`: the slow rank that was named last. A rank that becomes slow in mid-run is named once two looks running say
+    so, as is one that was slow before and is again.
     """
-    seconds = gathered(channel, [compute_s])[:, 0].tolist()
-    slowest, fastest = seconds.index(max(seconds)), seconds.index(min(seconds))
-    if seconds[slowest] < _UNEQUAL * seconds[fastest]:
-        return ""
+
+    told: int = _NONE
+    _last: int = _NONE
+
+    def at_start(self, seconds: Sequence[float], plan: Plan) -> str:
+        """Return which rank is slow, and what would help; "" if none is. `seconds`: what each computes in a step."""
+        self.told = self._last = _slow(seconds, plan)
+        return "" if self.told == _NONE else _said(self.told, seconds, plan)
+
+    def later(self, seconds: Sequence[float], plan: Plan) -> str:
+        """Return the same of steps in mid-run, if it is news."""
+        before, self._last = self._last, _slow(seconds, plan)
+        if self._last != before or self._last == self.told:
+            return ""
+        self.told = self._last
+        return "" if self.told == _NONE else _said(self.told, seconds, plan)
+
+
+def _slow(seconds: Sequence[float], plan: Plan) -> int:
+    """Return the slowest rank, if it takes 1.5 times what the fastest takes. In stages ranks hold different parts."""
+    slowest_s = max(seconds)
+    is_slow = slowest_s >= _UNEQUAL * min(seconds) > 0 and not plan.mesh.in_stages
+    return seconds.index(slowest_s) if is_slow else _NONE
+
+
+def _said(slow: int, seconds: Sequence[float], plan: Plan) -> str:
+    fast = seconds.index(min(seconds))
     said = (
-        f"rank {slowest} computes {show_seconds(seconds[slowest])} in a step, rank {fastest} only "
-        f"{show_seconds(seconds[fastest])}, and waits for the other"
+        f"rank {slow} computes {show_seconds(seconds[slow])} in a step, rank {fast} only "
+        f"{show_seconds(seconds[fast])}, and waits for the other"
     )
-    if len(plan.rows) != len(seconds) or len(seconds) > _MOST:  # in stages, ranks hold different parts of the model
+    if len(plan.rows) != len(seconds) or len(seconds) > _MOST:
         return said
     speeds = [rows / rank_s for rows, rank_s in zip(plan.rows, seconds, strict=True)]
     better = share_rows(sum(plan.rows), speeds)
     step_s = max(rows / speed for rows, speed in zip(better, speeds, strict=True))
-    if step_s > _GAIN * seconds[slowest]:
+    if step_s > _GAIN * seconds[slow]:
         return said
     return f"{said}; with plan.batch_fractions={list(better)} a step would compute {show_seconds(step_s)}"
