@@ -87,8 +87,20 @@ def test_a_store_that_stops_fails_every_operation_and_the_next_at_once(
     with pytest.raises(NoAnswer, match="no answer of the store of the ranks within 1 s"):
         keys.wait(["there"])
     for operation in (lambda: keys.check(["here"]), lambda: keys.get("here"), lambda: keys.set("here", "2")):
-        with pytest.raises(NoAnswer, match="the store of the ranks does not answer"):
+        with pytest.raises(NoAnswer, match="timed out: the store of the ranks does not answer"):
             operation()
+    with pytest.raises(NoAnswer, match="does not answer"):  # it is one store
+        keys.under("a").get("b")
+
+
+def test_who_leaves_does_not_wait_long(store_and_stop: tuple[dist.Store, Callable[[], None]]) -> None:
+    store, stop = store_and_stop
+    keys = PatientStore(store, 600.0)
+    below = keys.under("a")
+    keys.hurry(0.5)
+    stop()
+    with pytest.raises(NoAnswer, match="within 1 s"):
+        below.check(["left"])
 
 
 def test_ranks_do_not_wait_for_ever_to_join_a_group(
@@ -98,7 +110,7 @@ def test_ranks_do_not_wait_for_ever_to_join_a_group(
     store, stop = store_and_stop
     monkeypatch.setattr("gossamer.comm.channel.group.GRACE_S", 0.5)
     stop()
-    said = r"rank 1 could not join the process group 'all' of 2 ranks over gloo within 0\.5 s: no answer of the"
+    said = r"rank 1 could not join the process group 'all' of 2 ranks over gloo within 0\.5 s: timed out: no answer"
     with pytest.raises(PeerLost, match=said):
         ProcessGroupChannel(Rendezvous(store=store, rank=1, levels=ProcessGroups.flat(2), timeout_s=0.5))
 

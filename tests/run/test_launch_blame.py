@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
+from gossamer.comm.patience import NoAnswer
 from gossamer.launch.control_channel import Done, HostAlive, RankFailed, RankPosition
 from gossamer.launch.failure_report import Dated, RankFailure, cause_of_exit, find_root_cause, format_report
 from gossamer.launch.supervisor import Site, Supervisor
@@ -57,6 +60,29 @@ def test_a_connection_of_the_users_own_that_breaks_is_a_cause() -> None:
 def test_with_nothing_but_collateral_ranks_the_first_one_stands_for_the_cause() -> None:
     found = find_root_cause([dated(2.0, 1, exit_code=PEER_LOST), dated(1.0, 0, exit_code=PEER_LOST)])
     assert (found.first.rank, [f.rank for f in found.collateral]) == (0, [1])
+
+
+def test_ranks_that_only_lost_each_other_are_not_blamed() -> None:
+    found = find_root_cause([dated(2.0, 1, exit_code=PEER_LOST, hostname="b"), dated(1.0, 0, exit_code=PEER_LOST)])
+    text = " ".join(format_report(found, rundir=Path("runs/x")).replace("|", " ").split())
+    assert "none: rank 0 on a; rank 1 on b lost each other; look at the network between their hosts" in text
+    assert "lost their peer" not in text
+    alone = format_report(find_root_cause([dated(1.0, 0, exit_code=PEER_LOST)]), rundir=Path("runs/x"))
+    assert "0 on host a (process 10)" in alone
+
+
+@pytest.mark.parametrize(
+    ("message", "gave_up"),
+    [
+        ("Timed out waiting 20000ms for recv operation to complete", True),
+        ("wait timeout after 120000ms, keys: /0/gloo/all/0/0/1", True),
+        (str(NoAnswer("timed out: no answer of the store of the ranks within 125 s")), True),
+        ("Connection closed by peer [10.0.0.2]:9", False),
+    ],
+)
+def test_who_gave_up_waiting_is_known_by_the_words_of_all_that_wait(message: str, gave_up: bool) -> None:
+    assert failure(0, exit_code=PEER_LOST, message=message).gave_up_waiting is gave_up
+    assert not failure(0, exit_code=-9, message=message).gave_up_waiting
 
 
 def test_the_page_has_it_all_and_is_a_box_of_ascii() -> None:

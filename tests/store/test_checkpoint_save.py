@@ -98,6 +98,20 @@ def test_a_save_is_called_off_by_the_abort_callback(tmp_path: Path) -> None:
     assert not result.ok and "cancelled" in result.error and left_over(tmp_path) == []
 
 
+def test_a_save_whose_other_ranks_are_lost_is_given_up_in_time(tmp_path: Path) -> None:
+    """Ten minutes later, without it: rank 1 never comes. A whole one is not given up, however short the time."""
+    writer = CheckpointWriter(tmp_path, 0, 2)
+    writer.save(2, halves(model())[0], {})
+    writer.finish(within_s=0.1)
+    (result,) = writer.poll()
+    assert not result.ok and "cancelled while waiting for the shards of rank(s) 1 of 2" in result.error
+    assert list_checkpoints(tmp_path) == () and left_over(tmp_path) == []
+    alone = CheckpointWriter(tmp_path / "alone", 0, 1)
+    alone.save(3, [whole("w", torch.zeros(3_000_000))], {})
+    alone.finish(within_s=0.0)
+    good(alone.poll())
+
+
 def test_a_second_save_is_skipped_while_the_first_is_written_and_the_others_learn_of_it(tmp_path: Path) -> None:
     leader = CheckpointWriter(tmp_path, 0, 2, deadline_s=20.0)
     follower = CheckpointWriter(tmp_path, 1, 2, deadline_s=20.0)

@@ -49,10 +49,18 @@ def answered(operation: Callable[[], T], within_s: float, what: str) -> T:
     thread.start()
     thread.join(within_s)
     if not asked.is_over:
-        raise NoAnswer(f"no answer of {what} within {within_s:g} s")
+        raise NoAnswer(f"timed out: no answer of {what} within {within_s:g} s")
     if asked.error is not None:
         raise asked.error
     return asked.found  # type: ignore[return-value]  # an operation may return None
+
+
+@dataclass(slots=True)
+class _Patience:
+    """How long an operation on a store may take, and whether one has already got no answer."""
+
+    timeout_s: float
+    is_over: bool = False
 
 
 class PatientStore:
@@ -62,8 +70,8 @@ class PatientStore:
     raise RuntimeError, as torch does. `whole`: the store itself.
     """
 
-    def __init__(self, whole: dist.Store, timeout_s: float) -> None:
-        self.whole, self._timeout_s, self._is_silent = whole, timeout_s, False
+    def __init__(self, whole: dist.Store, timeout_s: float, *, shared: _Patience | None = None) -> None:
+        self.whole, self._patience = whole, shared or _Patience(timeout_s)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
@@ -83,18 +91,23 @@ class PatientStore:
 
     def wait(self, keys: list[str]) -> None:
         """Wait until all keys are there."""
-        self._answered(lambda: self.whole.wait(keys, timedelta(seconds=self._timeout_s)))
+        limit = timedelta(seconds=self._patience.timeout_s)
+        self._answered(lambda: self.whole.wait(keys, limit))
 
     def under(self, prefix: str) -> PatientStore:
-        """Return the keys that begin with `prefix`."""
-        return PatientStore(dist.PrefixStore(prefix, self.whole), self._timeout_s)
+        """Return the keys that begin with `prefix`, with the same patience."""
+        return PatientStore(dist.PrefixStore(prefix, self.whole), self._patience.timeout_s, shared=self._patience)
+
+    def hurry(self, timeout_s: float) -> None:
+        """Let operations take no longer than this from now on, as what they would say is no longer needed."""
+        self._patience.timeout_s = min(timeout_s, self._patience.timeout_s)
 
     def _answered(self, operation: Callable[[], T]) -> T:
         what = "the store of the ranks"
-        if self._is_silent:
-            raise NoAnswer(f"{what} does not answer")
+        if self._patience.is_over:
+            raise NoAnswer(f"timed out: {what} does not answer")
         try:
-            return answered(operation, self._timeout_s + GRACE_S, what)
+            return answered(operation, self._patience.timeout_s + GRACE_S, what)
         except NoAnswer:
-            self._is_silent = True
+            self._patience.is_over = True
             raise

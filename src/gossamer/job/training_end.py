@@ -14,6 +14,8 @@ from gossamer.run.trainer import EarlyEnd, Trainer
 from gossamer.spec import records
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost, RunFailed
 
+_LOST_S = 60.0  # for the save in flight, once a rank is lost
+
 
 def train_to_end(
     job: RankJob, trainer: Trainer, saver: CheckpointManager, sink: Callable[[records.Record], None]
@@ -21,8 +23,8 @@ def train_to_end(
     """Train, write the end record, and return the outcome, step, seconds and peak memory."""
     began = time.perf_counter()  # at the start record, so that all reports agree on the run's length
 
-    def end(outcome: str, message: str = "", reason: str = "") -> dict[str, Any]:
-        saver.finish()
+    def end(outcome: str, message: str = "", reason: str = "", within_s: float | None = None) -> dict[str, Any]:
+        saver.finish(within_s)
         step, seconds = trainer.progress.step, time.perf_counter() - began
         sink(records.End(step=step, outcome=outcome, message=message, seconds=seconds, reason=reason))
         if outcome != "failed" and job.callbacks.sealed is not None:
@@ -37,7 +39,8 @@ def train_to_end(
     except BaseException as error:
         if kept := trainer.states.keep():
             sink(records.Event(level="warning", message=kept, step=trainer.progress.step))
-        end("failed", _why(error))
+        # A checkpoint amid its write is completed if all ranks still can; a lost one's part does not come.
+        end("failed", _why(error), within_s=_LOST_S if isinstance(error, PeerLost) else None)
         raise
     return end("done") if early is None else end("done", early.message, early.reason)
 

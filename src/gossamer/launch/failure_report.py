@@ -20,6 +20,7 @@ _COPIED = ("log", "all logs", "next")  # rows that people copy from: never wrapp
 _PEER_LOST_TEXT = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|socket closed|remote process exited", re.IGNORECASE
 )
+_GAVE_UP = re.compile(r"timed out|timeout", re.IGNORECASE)  # in words of gloo, of torch's store, and of our own
 _PEER_LOST_KIND = re.compile(r"|RuntimeError|Dist\w*Error")  # of torch and its backends; "": the kind is unknown
 
 
@@ -47,7 +48,7 @@ class RankFailure(Said):
     @property
     def gave_up_waiting(self) -> bool:
         """Whether the rank timed out waiting for a peer, which may still be alive."""
-        return self.is_collateral and not self.by_us and "timed out" in self.message.lower()
+        return self.is_collateral and not self.by_us and _GAVE_UP.search(self.message) is not None
 
     @property
     def is_collateral(self) -> bool:
@@ -104,8 +105,11 @@ def format_report(found: RootCause, *, rundir: Path) -> str:
     alike = [f for f in found.others if f.cause == first.cause]  # several ranks share the cause
     lost = [f for f in found.collateral if not f.by_us]
     ended = [f for f in found.collateral if f.by_us]
+    who = f"none alone: {_ranks([first, *alike])} failed alike" if alike else _who(first)
+    if lost and first.is_collateral and not first.by_us:  # nobody failed of itself
+        who, lost = f"none: {_ranks([first, *lost])} lost each other; look at the network between their hosts", []
     rows = [
-        ("first failing rank", f"none alone: {_ranks([first, *alike])} failed alike" if alike else _who(first)),
+        ("first failing rank", who),
         ("stood at", where),
         ("likely cause", f"{first.cause}\nat {first.place}" if first.place else first.cause),
         ("failed as well", "; ".join(_brief(f) for f in found.others if f not in alike)),

@@ -1,7 +1,8 @@
 """Run the command of an ssh launch on one host: read the order from standard input, and end with its sender.
 
 `python -m gossamer.launch.remote_agent`. First line: a `HostOrder`; then one line per stop request. The end of input
-means that the sender is gone: the command gets SIGTERM to save and stop, and again after 60 s to stop at once.
+means that the sender is gone: the command gets SIGTERM to save and stop, again after 60 s to stop at once, and is
+killed after 60 s more.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gossamer.spec.errors import WireMismatch
 
 _TURN_S = 0.1
 _GRACE_S = 60.0
+_ASKS = 2  # times that the command is asked to end
 _ORDER: TypeAdapter[HostOrder] = TypeAdapter(HostOrder)
 
 
@@ -87,7 +89,7 @@ def _see_through(command: subprocess.Popen[bytes], sender: Sender) -> int:
     """The command's exit code."""
     loop = EventLoop()
     loop.watch(sender, sender.read)
-    asked_s = -1.0
+    asked_s, asked = -1.0, 0
     while command.poll() is None:
         loop.turn(_TURN_S)
         for _ in range(sender.wishes()):
@@ -95,8 +97,11 @@ def _see_through(command: subprocess.Popen[bytes], sender: Sender) -> int:
         if sender.is_gone:
             loop.forget(sender)
             if asked_s < 0 or time.monotonic() - asked_s > _GRACE_S:
-                command.send_signal(signal.SIGTERM)
-                asked_s = time.monotonic()
+                if asked < _ASKS:
+                    command.send_signal(signal.SIGTERM)
+                else:  # it was stopped, or hangs: its ranks end with it
+                    os.killpg(command.pid, signal.SIGKILL)
+                asked_s, asked = time.monotonic(), asked + 1
             time.sleep(_TURN_S)
     loop.close()
     return command.returncode if command.returncode >= 0 else FAILED

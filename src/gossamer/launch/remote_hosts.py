@@ -11,6 +11,8 @@ from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, EventLoop
 
 _TURN_S = 0.1
 _PATIENCE_S = 10.0  # from the end of one host that failed until the others are told to end
+_SAVE_S = 700.0  # the same from the end of one that did not: others may still save
+_GIVE_UP_S = 200.0  # from then on until a host that has not ended is left alone; its agent kills the command before
 
 
 class RemoteHost(ABC):
@@ -38,11 +40,12 @@ class RemoteHost(ABC):
 def see_through(remotes: Sequence[RemoteHost], say: Callable[[str], None]) -> int:
     """Wait for the end of the command on all hosts, forward stop requests, return exit code 0, 2, 3 or 4.
 
-    Once a host has failed, the others have ten seconds to end by themselves. `say` gets what failed where, unless all
-    hosts ended alike: then host 0 has said it.
+    Once a host has failed, the others have ten seconds to end by themselves, and as long as a save may take once one
+    has ended well. A host that does not end then counts as failed. `say` gets what failed where, unless all hosts ended
+    alike: then host 0 has said it.
     """
     loop = EventLoop()
-    heard, failed_s, is_hung_up = 0, 0.0, False
+    heard, ended_s, failed_s, hung_up_s = 0, 0.0, 0.0, 0.0
     with StopRequests(loop) as requests:
         while any(remote.poll() is None for remote in remotes):
             loop.turn(_TURN_S)
@@ -52,17 +55,31 @@ def see_through(remotes: Sequence[RemoteHost], say: Callable[[str], None]) -> in
             heard = requests.count
             if not failed_s and any(remote.poll() not in (None, DONE, INTERRUPTED) for remote in remotes):
                 failed_s = time.monotonic()
-            if failed_s and not is_hung_up and time.monotonic() - failed_s > _PATIENCE_S:
-                is_hung_up = True
+            now_s = time.monotonic()
+            if not ended_s and any(remote.poll() is not None for remote in remotes):
+                ended_s = now_s
+            is_due = (failed_s and now_s - failed_s > _PATIENCE_S) or (ended_s and now_s - ended_s > _SAVE_S)
+            if is_due and not hung_up_s:
+                hung_up_s = now_s
                 for remote in remotes:
                     remote.hang_up()
+            if hung_up_s and now_s - hung_up_s > _GIVE_UP_S:
+                break
     loop.close()
-    codes = [remote.poll() or 0 for remote in remotes]
+    for remote in remotes:
+        if remote.poll() is None:
+            say(f"host {remote.host}: it has not ended {_GIVE_UP_S:g} s after it was told to: end the command there")
+    codes = [_code(remote) for remote in remotes]
     if len(set(codes)) > 1:  # else host 0 has said it all
         for remote, code in zip(remotes, codes, strict=True):
             if code not in (DONE, INTERRUPTED):
                 say(f"host {remote.host}: exit code {code}\n{remote.said()}".strip())
     return _exit_code(codes)
+
+
+def _code(remote: RemoteHost) -> int:
+    code = remote.poll()
+    return FAILED if code is None else code
 
 
 def _exit_code(codes: Sequence[int]) -> int:

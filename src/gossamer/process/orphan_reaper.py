@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+_END_S = 5.0  # for the reaper to kill what it still guards
 _PROGRAM = Path(__file__).with_name("_orphan_reaper.py")
 
 
@@ -39,7 +40,11 @@ class OrphanReaper:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._process.kill()
+            self._process.wait()
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None

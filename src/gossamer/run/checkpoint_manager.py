@@ -93,9 +93,9 @@ class CheckpointManager:
                 )
             )
 
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written and report it."""
-        self._store.finish()
+    def finish(self, within_s: float | None = None) -> None:
+        """Wait for the checkpoint that is being written and report it. `within_s`: after so long give it up."""
+        self._store.finish(within_s)
         self.report()
 
     def wait_for_writes(self, gather: GatherBytes, at: Callable[[int, str], None]) -> None:

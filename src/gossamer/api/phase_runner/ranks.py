@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,21 +23,30 @@ from gossamer.view.failed_start import rollback_failed_start
 from gossamer.view.open_display import open_display
 from gossamer.view.run_lock import held
 
+_SAVE_S = 600.0  # the longest that a rank saves
+_LEAVE_S = 5.0  # for the store to take this rank's last word
+
 
 @dataclass(slots=True)
 class RanksRunner(PhaseRunner):
-    """One rank. `store`: of the launcher, or of rank 0; each phase has a prefix of its own in it."""
+    """One rank. `store`: of the launcher, or of rank 0; each phase has a prefix of its own in it.
+
+    `answers_s`: how long another rank may take to answer the first; it may still save what a phase has trained.
+    """
 
     ready: Ready
     store: PatientStore
     phases: int
+    answers_s: float
     _line: RankStore = field(init=False, repr=False)
     _refusal: BaseException | None = field(default=None, repr=False)  # why this rank does not go on
 
     def __post_init__(self) -> None:
         place = self.ready.place
         store = self.store.under(f"phases/{place.start.generation}")
-        self._line = RankStore(store, place.rank, place.ranks)
+        # The others have only to answer; what the first does meanwhile may take long.
+        timeout_s = self.answers_s if self.is_first else math.inf
+        self._line = RankStore(store, place.rank, place.ranks, timeout_s=timeout_s)
 
     @staticmethod
     @contextmanager
@@ -45,10 +55,11 @@ class RanksRunner(PhaseRunner):
         place = ready.place
         limit_s = time_limit_s(place, config)
         store = PatientStore(joined(place, limit_s), limit_s)
-        runner = RanksRunner(ready, store, len(config.train.phases))
+        runner = RanksRunner(ready, store, len(config.train.phases), limit_s + _SAVE_S)
         try:
             yield runner
         finally:
+            store.hurry(_LEAVE_S)
             runner._line.leave()
 
     @property

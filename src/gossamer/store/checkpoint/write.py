@@ -40,6 +40,9 @@ class SaveResult:
     write_s: float
 
 
+_GIVEN_UP_S = 600.0  # for a rank's own part, which is written to its end
+
+
 def _never() -> bool:
     return False
 
@@ -74,7 +77,12 @@ class CheckpointWriter:
             raise bad_input(wanted="keep >= 1", got=str(keep), do="keep at least the newest checkpoint")
         if not 0 <= rank < ranks:
             raise bad_input(wanted=f"a rank below {ranks}", got=str(rank), do="number the ranks from 0")
-        self._crew = SaveGroup(Path(directory), rank, ranks, keep, token, deadline_s, abort)
+        self._given_up = threading.Event()
+
+        def gives_up() -> bool:
+            return self._given_up.is_set() or abort()
+
+        self._crew = SaveGroup(Path(directory), rank, ranks, keep, token, deadline_s, gives_up)
         self._staging = Staging()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -143,9 +151,15 @@ class CheckpointWriter:
             results, self._results = self._results, []
         return results
 
-    def finish(self) -> None:
-        """Wait for the save in flight and its thread. `poll` then returns its result."""
-        self._join(None)
+    def finish(self, within_s: float | None = None) -> None:
+        """Wait for the save in flight and its thread. `poll` then returns its result.
+
+        `within_s`: after so long give it up, as the ranks that it waits for may be lost.
+        """
+        if not self._join(within_s):
+            self._given_up.set()
+            if not self._join(_GIVEN_UP_S):  # the disk does not answer
+                return
         if self._crew.is_leader and self._last_step is not None:
             sweep(self._crew.directory, below=self._last_step + 1)
 
