@@ -121,5 +121,5 @@ def test_a_store_that_stopped_is_not_waited_for_by_who_comes_later(
     store, stop = store_and_stop
     monkeypatch.setattr("gossamer.comm.channel.store.GRACE_S", 0.5)
     stop()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(NoAnswer, match="no answer of the store at"):
         join_store("127.0.0.1", store.port, 2, is_keeper=False, timeout_s=0.5)

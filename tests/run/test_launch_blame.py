@@ -78,6 +78,7 @@ def test_ranks_that_only_lost_each_other_are_not_blamed() -> None:
         ("wait timeout after 120000ms, keys: /0/gloo/all/0/0/1", True),
         (str(NoAnswer("timed out: no answer of the store of the ranks within 125 s")), True),
         ("Connection closed by peer [10.0.0.2]:9", False),
+        ("the teacher was lost: raise machines.timeout_s", False),
     ],
 )
 def test_who_gave_up_waiting_is_known_by_the_words_of_all_that_wait(message: str, gave_up: bool) -> None:

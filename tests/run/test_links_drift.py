@@ -223,10 +223,19 @@ def test_links_that_heal_right_after_a_choice_are_found(world, later: Network, c
 
 
 def test_a_rank_that_is_slow_or_becomes_so_is_named(world, monkeypatch) -> None:
-    """Before training as it is profiled, and later once two looks say so."""
-    exchanger, here = world([FLAT_SLOW])
+    """Before training as it is profiled, and later once two looks say so; on a GPU, host clocks do not say it."""
     slow, monitored = [1.0, 1.0, 1.0, 1.0], step_monitor.gathered
-    monkeypatch.setattr(step_monitor, "gathered", lambda channel, row: monitored(channel, row) * torch.tensor([slow]).T)
+
+    def gathered(channel: Any, row: Any) -> Tensor:
+        return monitored(channel, row) * torch.tensor([slow], dtype=torch.float64).T
+
+    exchanger, here = world([FLAT_SLOW])
+    monkeypatch.setattr(exchange_selection, "gathered", lambda *_: torch.tensor([[1.0], [9.0], [1.0], [1.0]]))
+    exchanger.settle(automatic=True, hosts=2)
+    assert sum(line.startswith("machines: rank 1 computes 9 s") for line in here.told) == 1
+    exchanger, here = world([FLAT_SLOW])
+    monkeypatch.setattr(exchange_selection, "gathered", monitored)
+    monkeypatch.setattr(step_monitor, "gathered", gathered)
     exchanger.settle(automatic=True, hosts=2)
     compute_s, exposed_s, encode_s = expected(exchanger)
     usual, said = (compute_s, exposed_s, encode_s), "machines: rank 2 computes "
@@ -236,6 +245,10 @@ def test_a_rank_that_is_slow_or_becomes_so_is_named(world, monkeypatch) -> None:
     assert not any(line.startswith("machines: ") for line in here.told)
     walk(exchanger, [usual, usual, usual])
     assert sum(line.startswith(said) for line in here.told) == 1
+    slow[2], slow[3] = 1.0, 3.0
+    exchanger.engine.device = torch.device("meta")  # any that is not the host
+    walk(exchanger, [usual, usual, usual])
+    assert not any(line.startswith("machines: rank 3") for line in here.told)
 
 
 def test_islands_stay_known_where_the_exchange_stays(world) -> None:

@@ -98,6 +98,8 @@ def test_rivals_are_tried_in_their_order_where_they_might_be_as_fast() -> None:
     assert of(tried(1), tried(2)).following(mild, [harsh, mild, near]) is near
     assert of(tried(1), tried(2)).following(mild, [harsh, mild, exact]) is None
     assert of(tried(1), tried(2), tried(0)).following(mild, [harsh, mild, near]) is None
+    longer = decision(2, step((0.15, 0.04, 0.05)))
+    assert of(tried(1)).following(mild, [longer, near]) is near, "what loses more and promises nothing is not tried"
 
 
 def test_one_trial_is_forecast_as_it_ran() -> None:

@@ -60,6 +60,16 @@ def test_fractions_as_told_give_the_rows_that_were_meant() -> None:
     assert share_rows(8, [7, 1]) == (7, 1) and share_rows(31, [20, 8, 3]) == (20, 8, 3)
 
 
+def test_what_is_known_is_not_told_again() -> None:
+    """Two ranks that are equally slow, one about at the limit, and a profile that is made anew in mid-run."""
+    known, four = UnequalRanks(), plan([1, 1, 1, 1])
+    assert known.at_start([1.0, 1.0, 3.0, 2.9], four).startswith("rank 2 computes 3 s")
+    looks = [[1.0, 1.0, 2.9, 3.0]] * 3 + [[1.0, 1.0, 1.45, 1.4]] * 3 + [[1.0, 1.0, 1.6, 1.5]] * 3
+    assert not any(known.later(seconds, four) for seconds in looks)
+    assert known.at_start([1.0, 1.0, 2.8, 3.0], four) == ""
+    assert known.at_start([3.0, 1.0, 1.0, 1.0], four).startswith("rank 0 computes 3 s")
+
+
 @pytest.mark.parametrize(
     ("start", "looks", "news"),
     [

@@ -227,7 +227,7 @@ class ExchangeSelector:
         is_first = self._watch.first is None
         drifted = self._watch.drifted(self._watch.window(self.pump))
         times, by_rank = self._steps.window(self.pump)
-        if unequal := self._unequal.later(by_rank, self.plan):
+        if self._tells_machines and (unequal := self._unequal.later(by_rank, self.plan)):
             self.tell(f"machines: {unequal}", step)
         if self._can_rehearse and (links := self._changed_links(drifted, is_first)) is not None:
             before, in_force = self.plan, self._decision
@@ -244,6 +244,11 @@ class ExchangeSelector:
             return None
         return self._recalibrated(step, times) if self._steps.is_off(times) else None
 
+    @property
+    def _tells_machines(self) -> bool:
+        """Return whether the host's clock says what a step computes, alone."""
+        return self.engine.device.type == "cpu" and not self.methods.sharding.takes_parameters
+
     def _changed_links(self, drifted: bool, is_first: bool) -> Network | None:
         """Return the links as they are now, if they have changed since the choice.
 
@@ -259,7 +264,9 @@ class ExchangeSelector:
         links = self._probe()
         self._watch.skip(self.pump)  # exclude the probe's messages
         assert self._links is not None  # a choice was made
-        return links if differ(self._links, links) else None
+        before, now = (links_of_islands(one, self.plan.islands) for one in (self._links, links))
+        is_new = not self.plan.islands and links.has_islands
+        return links if is_new or differ(before, now) else None
 
     @property
     def _can_rehearse(self) -> bool:

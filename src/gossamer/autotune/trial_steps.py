@@ -25,6 +25,7 @@ from gossamer.run.rank_stages import RankStages
 from gossamer.run.step_algorithm import At, Gradients
 from gossamer.run.step_runner import ModelRuntime
 from gossamer.run.task import Task
+from gossamer.spec.method_config import told
 from gossamer.spec.plan import Plan
 from gossamer.spec.units import show_seconds
 from gossamer.sync import GradientReducer, StepContext, StepVote
@@ -119,12 +120,17 @@ class Trials:
         """Return what to try next: the choice after all corrections if that promises a gain, else a `uniform` one.
 
         All are estimated for the machine as it is around most trials. What is alike for all buckets is forecast with
-        the fewest errors, so the first of these that was not tried is, where it might be as fast. None where all have
-        been tried or promise too little, or where there is no time.
+        the fewest errors, so the first of these that was not tried, in any buckets, is where it might be as fast; one
+        that loses more than the best so far where it is forecast as shorter: of many that are alike, noise makes one
+        the shortest. None where all have been tried or promise too little, or where there is no time.
         """
-        for one, at_most in ((chosen, 1 - _ABOUT), *((rival, 1 + RIVAL) for rival in uniform)):
-            if one.best.step_s < at_most * self._shortest_s and not any(trial.is_of(one) for trial in self.made):
-                return one if self.have_time_for(one) else None
+        if chosen.best.step_s < (1 - _ABOUT) * self._shortest_s and not any(one.is_of(chosen) for one in self.made):
+            return chosen if self.have_time_for(chosen) else None
+        tried, best = {told(one.decision.written) for one in self.made}, self.best
+        for rival in uniform:
+            at_most = 1.0 if rival.best.lost > best.decision.best.lost else 1 + RIVAL
+            if rival.best.step_s < at_most * self._shortest_s and told(rival.written) not in tried:
+                return rival if self.have_time_for(rival) else None
         return None
 
     @property

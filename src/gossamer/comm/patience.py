@@ -46,7 +46,10 @@ def answered(operation: Callable[[], T], within_s: float, what: str) -> T:
     """
     asked = _Asked[T]()
     thread = threading.Thread(target=asked.ask, args=(operation,), name="gossamer-asks", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends, which begins no threads any more
+        return operation()
     thread.join(within_s)
     if not asked.is_over:
         raise NoAnswer(f"timed out: no answer of {what} within {within_s:g} s")
@@ -64,7 +67,7 @@ class _Patience:
 
 
 class PatientStore:
-    """The keys of a store, every operation on which ends, within about `timeout_s`.
+    """The keys of a store, every operation on which ends, within `timeout_s` and 5 s.
 
     torch lets one thread at a time ask a store. So once an answer has not come, further operations fail at once. All
     raise RuntimeError, as torch does. `whole`: the store itself.

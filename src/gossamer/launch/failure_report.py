@@ -20,7 +20,7 @@ _COPIED = ("log", "all logs", "next")  # rows that people copy from: never wrapp
 _PEER_LOST_TEXT = re.compile(
     r"connection (was )?(closed|reset) by (remote )?peer|broken pipe|socket closed|remote process exited", re.IGNORECASE
 )
-_GAVE_UP = re.compile(r"timed out|timeout", re.IGNORECASE)  # in words of gloo, of torch's store, and of our own
+_GAVE_UP = re.compile(r"timed out|\btimeout\b", re.IGNORECASE)  # in words of gloo, of torch's store, and of our own
 _PEER_LOST_KIND = re.compile(r"|RuntimeError|Dist\w*Error")  # of torch and its backends; "": the kind is unknown
 
 

@@ -61,6 +61,7 @@ from gossamer.recipe import check_loop
 from gossamer.spec.errors import BadInput, bad_input
 from gossamer.spec.method_config import Exchanges
 
+_LEAVE_S = 3.0  # for the store to take the last word of this rank
 _log = logging.getLogger(__name__)
 
 
@@ -282,7 +283,9 @@ def _check(
 
 def _close(pump: CommThread, words: Channel, whole: LoopGroup, index: int) -> None:
     """Close the communication of a loop at its end, or at the end of the process."""
-    whole.says("left", "has ended its training loop") if index == 0 else None
+    if index == 0:
+        whole.store.hurry(_LEAVE_S)
+        whole.says("left", "has ended its training loop")
     pump.close()
     pump.channel.close()
     words.close()

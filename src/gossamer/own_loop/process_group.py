@@ -86,8 +86,9 @@ class LoopGroup:
         """Return the error for ranks that did not come, which names them as far as the waiting ranks can tell.
 
         `doing`: the operation that this rank waits in; `do`: what the script is to do. Takes up to 3 s, in which
-        waiting ranks report to the store.
+        waiting ranks report to the store, and 5 s more where the store does not answer.
         """
+        self.store.hurry(_LATE_S)
         self.says("waits", doing)
         said: list[str] = []
         deadline = time.monotonic() + _LATE_S
