@@ -64,6 +64,16 @@ def test_what_is_answered_is_returned_or_raised() -> None:
         answered(lambda: (_ for _ in ()).throw(ValueError("no such key")), 60.0, "it")
 
 
+def test_at_the_end_of_the_interpreter_it_is_asked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on no thread begins there; a loop's last word is said there."""
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert answered(lambda: 7, 60.0, "it") == 7
+
+
 def test_what_does_not_answer_is_named() -> None:
     is_over = threading.Event()
     with pytest.raises(NoAnswer, match=r"no answer of the store within 0\.1 s"):
