@@ -82,7 +82,10 @@ def run_worker(body: Callable[[Ready], None]) -> int:
     stop = StopFlag()
     stop.install()
     if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks a hung rank for its stacks
+        # The supervisor asks a hung rank for its stacks, first for the main thread's: other threads may still run, and
+        # to write a stack that changes can end the process.
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
     heartbeat = Heartbeat(
         place.rank,
         place.supervisor.heartbeat,

@@ -135,10 +135,10 @@ class WorkerGroup:
     def accuse(self, rank: int) -> None:
         """Mark the failure of `rank` (hung or silent) as reported.
 
-        SIGUSR1 makes the rank write its stacks into its log before it is terminated.
+        The rank writes its stacks into its log before it is terminated.
         """
         self._named.add(rank)
-        self._workers[rank].signal(signal.SIGUSR1)
+        _ask_for_stacks(self._workers[rank])
 
     def reap(self, *, stop: How | None) -> list[RankFailure]:
         """Return the failures of the workers that ended since the last call.
@@ -194,7 +194,7 @@ class WorkerGroup:
             worker.kill()
             return []
         self._asked.add(rank)
-        worker.signal(signal.SIGUSR1)
+        _ask_for_stacks(worker)
         return [
             f"rank {rank} on {self._hostname} has ended its work ({exit_text(worker.word.code)}), but its process runs "
             f"{show_seconds(self._limits.grace_s)} later, most likely as a thread of it does not end: it is killed, "
@@ -266,6 +266,12 @@ class WorkerGroup:
             sequence=position.sequence,
             log=str(worker.log),
         )
+
+
+def _ask_for_stacks(worker: Worker) -> None:
+    """Let the process write the stack of its main thread into its log, and then those of all threads."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # pending together, the lower number comes first
+        worker.signal(number)
 
 
 def _silence(silent_s: float, state: str) -> str:
