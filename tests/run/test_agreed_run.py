@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from gossamer.api import started_run
 from gossamer.api.startup import keep_settings
+from gossamer.comm.patience import PatientStore
 from gossamer.job.agreed_run import agreed_run
 from gossamer.launch.environment import LauncherRank, MasterAddress
 from gossamer.settings import Resolved, load
@@ -44,7 +45,7 @@ def everywhere(begin: Begin, *, late_s: float = 0.0, timeout_s: float = 20.0, th
     def one(rank: int) -> Any:
         time.sleep(late_s if rank else 0.0)
         try:
-            return agreed_run(place(rank, 3), store, begin, timeout_s=timeout_s)
+            return agreed_run(place(rank, 3), PatientStore(store, timeout_s), begin, timeout_s=timeout_s)
         except (BadInput, PeerLost) as error:
             return error
 

@@ -145,7 +145,7 @@ def _as_rank(resolved: Resolved, begin: Callable[[], tuple[RunDirectory, bool]])
     def body(ready: Ready) -> None:
         with RanksRunner.joined(ready, config) as runner:
             limit_s = time_limit_s(ready.place, config)
-            directory, _ = agreed_run(ready.place, runner.store.whole, begin, timeout_s=limit_s)
+            directory, _ = agreed_run(ready.place, runner.store, begin, timeout_s=limit_s)
             told.update(_driven(runner, directory, resolved))
 
     started_run.run_as_worker(body)

@@ -220,6 +220,7 @@ def is_first() -> bool:
 
 def _as_rank(resolved: Resolved, resume: str | None, prepare: Callable[[RunDirectory, bool], None]) -> dict[str, Any]:
     """Run as one of the ranks that torchrun, srun or mpirun started. `prepare`: called on rank 0, while others wait."""
+    from gossamer.comm.patience import PatientStore
     from gossamer.job.agreed_run import agreed_run
     from gossamer.job.worker import joined, run_rank, time_limit_s
 
@@ -239,7 +240,7 @@ def _as_rank(resolved: Resolved, resume: str | None, prepare: Callable[[RunDirec
                 prepare(directory, resuming)
                 return directory, resuming
 
-            directory, resuming = agreed_run(ready.place, store, begin, timeout_s=timeout_s)
+            directory, resuming = agreed_run(ready.place, PatientStore(store, timeout_s), begin, timeout_s=timeout_s)
             display = open_display(config.run.display if is_first() else "quiet", title=directory.name)
             stack.callback(display.close)
             run_rank(ready, directory, config, resume=resuming, show=display.show, store=store)

@@ -9,8 +9,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
 from gossamer.comm.patience import PatientStore
 from gossamer.launch.agreement import Agreement
 from gossamer.launch.agreement_ranks import RankStore
@@ -19,14 +17,14 @@ from gossamer.view.run_directory import RunDirectory
 
 
 def agreed_run(
-    place: LauncherRank, store: dist.Store, begin: Callable[[], tuple[RunDirectory, bool]], *, timeout_s: float
+    place: LauncherRank, store: PatientStore, begin: Callable[[], tuple[RunDirectory, bool]], *, timeout_s: float
 ) -> tuple[RunDirectory, bool]:
     """Return the run's directory, and whether the run in it is resumed, as `begin` returns them on rank 0.
 
     `begin` is called on rank 0 alone, while the others wait, and may make the directory ready. All ranks raise its
     error. Raises PeerLost, which names a rank that does not come within `timeout_s`.
     """
-    keys = PatientStore(store, timeout_s).under(f"begin/{place.start.generation}")
+    keys = store.under(f"begin/{place.start.generation}")
     line = RankStore(keys, place.rank, place.ranks, timeout_s=timeout_s, when="before the run")
 
     def found() -> str:

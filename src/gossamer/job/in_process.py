@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
 
+from gossamer.comm.patience import PatientStore
 from gossamer.data import Corpus
 from gossamer.data.source import names as source_names
 from gossamer.job.agreed_run import agreed_run
@@ -117,7 +118,9 @@ def _train(
         if place.is_alone:
             directory, resuming = begin()
         else:
-            directory, resuming = agreed_run(place, where.store, begin, timeout_s=where.timeout_s)
+            directory, resuming = agreed_run(
+                place, PatientStore(where.store, where.timeout_s), begin, timeout_s=where.timeout_s
+            )
         display = open_display(settings.run.display, title=directory.name)
         stack.callback(display.close)
 

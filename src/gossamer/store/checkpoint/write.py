@@ -17,6 +17,8 @@ from gossamer.store.checkpoint.save_attempt import SaveAttempt, SaveGroup
 from gossamer.store.checkpoint.staging import Staging
 from gossamer.store.slices import NamedSlice
 
+_GIVEN_UP_S = 600.0  # for a rank's own part, which is written to its end
+
 
 class SaveStatus(Enum):
     """The answer to a request to save a checkpoint."""
@@ -38,9 +40,6 @@ class SaveResult:
     bytes: int
     copy_s: float
     write_s: float
-
-
-_GIVEN_UP_S = 600.0  # for a rank's own part, which is written to its end
 
 
 def _never() -> bool:
