@@ -59,7 +59,7 @@ class TestStanding:
     pytestmark = needs_lab
 
     def test_run_tags_lines_and_exits_like_the_first_failing_host(self):
-        script = "echo $RANK of $WORLD_SIZE; [ $RANK = 1 ] || sleep 0.3; exit $((5 - RANK))"
+        script = "echo $RANK of $WORLD_SIZE; [ $RANK = 1 ] || sleep 3; exit $((5 - RANK))"
         done = lab("run", "--hosts", "2", "--rate", "100mbit", "--cpu", "0.4,0.4", "--json", "--", "sh", "-c", script)
         assert done.returncode == 4, done.stderr
         lines = done.stdout.splitlines()

@@ -19,12 +19,8 @@ from gossamer.run.remote_teacher.messages import Terms
 from gossamer.run.remote_teacher.teacher import RemoteTeacher
 from gossamer.run.teacher import KnownWords
 from gossamer.spec.errors import BadInput
+from ports import free_port
 from run.test_distillation import saved
-
-
-def free_port() -> int:
-    with listen("127.0.0.1", 0) as found:
-        return int(found.getsockname()[1])
 
 
 def test_it_serves_until_it_is_told_to_end(

@@ -78,7 +78,9 @@ def lost_peer(seat: Seat, *, asks: bool = False) -> dict[str, str]:
 
     asks: they ask each other who is lost, as where no supervisor finds out.
     """
-    channel = group(seat, timeout_s=1.0, asks=asks)
+    channel, store = group(seat, timeout_s=3.0, asks=asks), seat.store()
+    store.set(f"joined/{seat.rank}", "")
+    store.wait([f"joined/{rank}" for rank in range(seat.ranks)])  # a peer that leaves earlier was never met
     pump = CommThread(channel)
     step = pump.begin([1, 1])
     said = {}

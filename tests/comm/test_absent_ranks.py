@@ -14,7 +14,7 @@ from gossamer.comm.absent_ranks import who_is_lost
 GROUP = (0, 1, 2)
 
 
-def told(asking: tuple[int, ...], within_s: float = 0.4) -> list[str]:
+def told(asking: tuple[int, ...], within_s: float = 1.5) -> list[str]:
     """What the ranks `asking`, of three, are told; the others never ask."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(asking)) as threads:

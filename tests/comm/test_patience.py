@@ -39,11 +39,17 @@ def store_and_stop() -> Iterator[tuple[dist.Store, Callable[[], None]]]:
     try:
         assert keeper.stdout is not None
         store = join_store("127.0.0.1", int(keeper.stdout.readline()), 2, is_keeper=False, timeout_s=60.0)
-        yield store, lambda: keeper.send_signal(signal.SIGSTOP)
+        yield store, lambda: stopped(keeper)
     finally:
         keeper.kill()
         keeper.wait()
         ended()
+
+
+def stopped(process: subprocess.Popen[str]) -> None:
+    """Stop a process, and wait until all of its threads have: one of them might still answer."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def ended() -> None:
@@ -55,7 +61,7 @@ def ended() -> None:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "GRACE_S", 0.5)
+    monkeypatch.setattr(patience, "GRACE_S", 2.0)
 
 
 def test_what_is_answered_is_returned_or_raised() -> None:
@@ -94,7 +100,7 @@ def test_a_store_that_stops_fails_every_operation_and_the_next_at_once(
     with pytest.raises(RuntimeError, match="there"):  # torch's own: nobody writes it
         keys.wait(["there"])
     stop()
-    with pytest.raises(NoAnswer, match="no answer of the store of the ranks within 1 s"):
+    with pytest.raises(NoAnswer, match=r"no answer of the store of the ranks within 2\.5 s"):
         keys.wait(["there"])
     for operation in (lambda: keys.check(["here"]), lambda: keys.get("here"), lambda: keys.set("here", "2")):
         with pytest.raises(NoAnswer, match="timed out: the store of the ranks does not answer"):
@@ -109,7 +115,7 @@ def test_who_leaves_does_not_wait_long(store_and_stop: tuple[dist.Store, Callabl
     below = keys.under("a")
     keys.hurry(0.5)
     stop()
-    with pytest.raises(NoAnswer, match="within 1 s"):
+    with pytest.raises(NoAnswer, match=r"within 2\.5 s"):
         below.check(["left"])
 
 

@@ -23,7 +23,7 @@ from gossamer.spec.errors import BadInput, PeerLost
 from pool import Seat
 
 FORWARD_S = BACKWARD_S = 0.01  # that the model sleeps
-LATE_S = 0.3  # that the last rank sleeps before a backward pass, where it is late
+LATE_S = 1.0  # that the last rank sleeps before a backward pass, where it is late
 _ROWS = 32  # of the embedding for each rank, which no other rank uses
 _STEPS = 6
 
@@ -285,7 +285,7 @@ def left(seat: Seat, *, at: str) -> str:
     leaves = property(_left) if at == "found" else _left
     with hosts(seat) as seen, mock.patch.object(PassProfile, at, leaves) if seat.rank == 1 else nullcontext():
         model, optimizer = _made()
-        seen.wrap(model, optimizer, timeout_s=2.0)
+        seen.wrap(model, optimizer, timeout_s=5.0)
         try:
             for _ in range(2):
                 optimizer.zero_grad()

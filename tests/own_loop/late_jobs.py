@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gossamer
+import gossamer.own_loop  # before ranks meet: an import takes seconds where all cores are busy
 from gossamer.spec.errors import PeerLost, WireMismatch
 from pool import Seat
 

@@ -32,11 +32,15 @@ def chosen(pool: Pool, loop: str, profiles: int = 1) -> list[dict[str, Any]]:
     return found
 
 
-def check_times(profile: dict[str, Any], passes: int) -> None:
-    """Check the times of a step of so many backward passes against what the model sleeps, and what the loop took."""
+def check_times(profile: dict[str, Any], passes: int, *, exchanged: int = 1) -> None:
+    """Check the times of a step of so many backward passes against what the model sleeps, and what the loop took.
+
+    Where several of them were exchanged, each counts as a step.
+    """
     compute_s, backward_s, ready_s = profile["compute_s"], profile["backward_s"], profile["ready_s"]
     assert backward_s >= BACKWARD_S
-    assert backward_s + passes * FORWARD_S + (passes - 1) * BACKWARD_S <= compute_s <= profile["span_s"]
+    least_s = backward_s + passes * FORWARD_S + (passes - 1) * BACKWARD_S
+    assert least_s <= exchanged * compute_s and compute_s <= profile["span_s"] / (1 if exchanged == 1 else 1.1)
     assert 0 < ready_s["last.weight"] <= backward_s
     assert BACKWARD_S <= ready_s["first.weight"] <= ready_s["rows.weight"] <= backward_s
 
@@ -59,7 +63,7 @@ def test_the_profile_is_of_one_whole_step(pool: Pool, loop: str, passes: int, af
     """The gradients are those that the last backward call has exchanged: of a group, those of all its passes."""
     for rank, one in enumerate(chosen(pool, loop)):
         (profile,) = one["profiles"]
-        check_times(profile, passes)
+        check_times(profile, passes, exchanged=2 if loop == "two backwards" else 1)
         assert profile["after"] == after
         assert profile["rows"] == [32 * rank + row for row in rows]
 
@@ -67,7 +71,7 @@ def test_the_profile_is_of_one_whole_step(pool: Pool, loop: str, passes: int, af
 def test_a_closure_that_drops_gradients_in_every_step_is_profiled_as_it_is(pool: Pool) -> None:
     for one in chosen(pool, "lbfgs"):
         (profile,) = one["profiles"]
-        check_times(profile, 2)
+        check_times(profile, 2, exchanged=2)
         assert profile["after"] == 4
 
 
@@ -77,13 +81,13 @@ def test_each_of_two_models_has_a_step_of_its_own(pool: Pool) -> None:
         first, second = sorted(one["profiles"], key=lambda profile: -profile["after"])
         assert (first["after"], second["after"]) == (7, 4)
         for profile in (first, second):
-            check_times({**profile, "span_s": 1.0}, 1)
+            check_times({**profile, "span_s": 10.0}, 1)
 
 
 def test_waits_for_other_ranks_are_no_computing(pool: Pool) -> None:
     first, last = (one["profiles"][0] for one in chosen(pool, "late"))
     assert first["compute_s"] < LATE_S
-    assert last["compute_s"] >= 2 * LATE_S
+    assert LATE_S <= last["compute_s"] < 2 * LATE_S, "of one of its two passes"
 
 
 def test_a_loop_whose_passes_cannot_be_timed_keeps_all_reduce(pool: Pool) -> None:
@@ -101,7 +105,7 @@ def test_a_loop_without_steps_keeps_all_reduce(pool: Pool) -> None:
 @pytest.mark.parametrize("at", ["found", "choose"])
 def test_a_rank_that_is_missing_in_the_choice_is_named(pool: Pool, at: str) -> None:
     first, _, last = pool.run("own_loop.auto_jobs:left", 3, at=at)
-    wanted = "waits in the choice of an exchange after optimizer.step() 2: rank 1 did not reach it within 2 s."
+    wanted = "waits in the choice of an exchange after optimizer.step() 2: rank 1 did not reach it within 5 s."
     assert wanted in first and wanted in last
 
 

@@ -36,11 +36,11 @@ def test_what_stays_apart_is_told_within_eight_steps(pool: Pool, what: str) -> N
 
 def test_a_rank_that_leaves_between_passes_is_named(pool: Pool) -> None:
     """The others wait for its order of the next one, in a store that waits for minutes by itself."""
-    first, second = pool.run("own_loop.late_jobs:leaving", 2, timeout_s=2.0)
+    first, second = pool.run("own_loop.late_jobs:leaving", 2, timeout_s=4.0)
     assert first["said"] == ""
     assert "rank 1 waits in pass 2 over the loader: rank 0 " in second["said"]
     assert "Every rank must begin the same passes over a shuffled loader" in second["said"]
-    assert second["seconds"] < 15
+    assert second["seconds"] < 60
 
 
 def test_ranks_that_are_seeded_apart_stay_so_where_the_loader_has_a_generator(pool: Pool) -> None:

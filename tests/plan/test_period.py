@@ -13,6 +13,7 @@ from gossamer.plan.exchange import (
     Decision,
     LocalUpdateEstimate,
     RoundMeasurements,
+    SyncDecision,
     SyncPeriod,
     choose_period,
     forecast_apart,
@@ -29,6 +30,10 @@ def at_every_step(step_s: float, *, dearer: float = 0.0) -> Decision:
     line = Cost(step_s=step_s, exposed_s=step_s - 1.0, wire_s=step_s, sent_bytes=(1,))
     found: Any = SimpleNamespace(forecast=line, dearer=dearer)
     return found  # type: ignore[no-any-return]
+
+
+def chosen_period(decision: Decision, facts: RoundMeasurements, **given: Any) -> SyncDecision:
+    return choose_period(decision, facts, now=decision.forecast, **given)
 
 
 def facts(round_s: float, *, step_s: float = 1.0) -> RoundMeasurements:
@@ -55,13 +60,13 @@ def test_encoding_shares_the_core_with_the_steps() -> None:
 
 
 def test_the_shortest_period_that_keeps_up_is_taken() -> None:
-    slow = choose_period(at_every_step(3.0), facts(6.0), steps=1000, lossy=True, periods=(SHORT, LONG))
+    slow = chosen_period(at_every_step(3.0), facts(6.0), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert slow.sync == written_of(SHORT, 3, 1000) and slow.forecast is not None
     assert slow.reason == (
         "islands synchronize every 8 steps: 1 s a step (0% of it waits for messages) instead of 3 s a step "
         "(67% of it waits for messages), for 5% more steps; local updates are worth it from 1.11 s a step on"
     )
-    slower = choose_period(at_every_step(30.0), facts(60.0), steps=1000, lossy=True, periods=(SHORT, LONG))
+    slower = chosen_period(at_every_step(30.0), facts(60.0), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert slower.forecast is not None and slower.forecast.step_s == 1.0
     assert "every 64 steps" in slower.reason
 
@@ -69,12 +74,12 @@ def test_the_shortest_period_that_keeps_up_is_taken() -> None:
 def test_what_a_step_loses_at_once_counts_too() -> None:
     """1.12 s against 1.05: not worth parting; with a tenth more for what feedback leaves out, it is."""
     near = facts(1.0)
-    assert choose_period(at_every_step(1.10), near, steps=1000, lossy=True, periods=(SHORT,)).sync is None
-    assert choose_period(at_every_step(1.10, dearer=0.1), near, steps=1000, lossy=True, periods=(SHORT,)).sync
+    assert chosen_period(at_every_step(1.10), near, steps=1000, lossy=True, periods=(SHORT,)).sync is None
+    assert chosen_period(at_every_step(1.10, dearer=0.1), near, steps=1000, lossy=True, periods=(SHORT,)).sync
 
 
 def test_a_fast_link_keeps_gradients_together() -> None:
-    chosen = choose_period(at_every_step(1.01), facts(0.01), steps=1000, lossy=True, periods=(SHORT, LONG))
+    chosen = chosen_period(at_every_step(1.01), facts(0.01), steps=1000, lossy=True, periods=(SHORT, LONG))
     assert chosen.sync is None and chosen.reason == (
         "every step: 1.01 s a step (1% of it waits for messages); islands that synchronize every 8 steps "
         "would take 1 s a step (0% of it waits for messages) and 5% more steps: local updates are worth it from 1.11 s "
@@ -86,12 +91,12 @@ def test_the_seconds_that_would_turn_the_choice_turn_it() -> None:
     """Whatever is charged on either side."""
     period = SyncPeriod(8, 0.25, because="measured with another optimizer")
     for dearer in (0.0, 0.1):
-        said = choose_period(at_every_step(1.1, dearer=dearer), facts(4.0), steps=64, lossy=True, periods=(period,))
+        said = chosen_period(at_every_step(1.1, dearer=dearer), facts(4.0), steps=64, lossy=True, periods=(period,))
         assert "25% more steps (measured with another optimizer): local updates are worth it from " in said.reason
         turn_s = 1.25 / (1 - WORTH) / (1 + dearer)
         assert f"local updates are worth it from {show_seconds(turn_s)} a step on" in said.reason
         for step_s, parts in ((turn_s * 0.999, False), (turn_s * 1.001, True)):
-            chosen = choose_period(
+            chosen = chosen_period(
                 at_every_step(step_s, dearer=dearer), facts(4.0), steps=64, lossy=True, periods=[period]
             )
             assert bool(chosen.sync) is parts and f"{show_seconds(turn_s)} a step on" in chosen.reason
@@ -103,16 +108,16 @@ def test_an_optimizer_without_second_moments_is_told_what_adamw_would_need() -> 
 
 
 def test_without_permission_islands_stay_together_and_the_gain_is_told() -> None:
-    chosen = choose_period(at_every_step(9.0), facts(6.0), steps=1000, lossy=False, periods=(SHORT,))
+    chosen = chosen_period(at_every_step(9.0), facts(6.0), steps=1000, lossy=False, periods=(SHORT,))
     assert chosen.sync is None and chosen.forecast is None
     assert "plan.lossy: true would allow local updates of 8 steps" in chosen.reason
 
 
 def test_a_run_of_few_rounds_does_not_part() -> None:
-    chosen = choose_period(at_every_step(9.0), facts(6.0), steps=31, lossy=True, periods=(SHORT,))
+    chosen = chosen_period(at_every_step(9.0), facts(6.0), steps=31, lossy=True, periods=(SHORT,))
     assert chosen.sync is None
     assert chosen.reason == "every step: 31 steps are too few for local updates: 4 rounds of 8 steps need 32"
-    enough = choose_period(at_every_step(9.0), facts(6.0), steps=32, lossy=True, periods=(SHORT,))
+    enough = chosen_period(at_every_step(9.0), facts(6.0), steps=32, lossy=True, periods=(SHORT,))
     assert enough.sync is not None
 
 

@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +41,7 @@ from gossamer.spec.config import RunConfig
 from gossamer.spec.errors import Interrupted, StepRejected
 from gossamer.view.run_directory import RunDirectory
 from pool import Seat
+from sync.held_up_clock import HeldUpClock
 
 
 class Branches(nn.Module):
@@ -597,13 +599,15 @@ def train(
     directory = RunDirectory(Path((folder or str(seat.folder)).format(rank=seat.rank)) / "run")
     kept = directory.plan() if resume and not fresh_plan else None
     ended, done, there, signals = "", [0], [], dist.PrefixStore("held up", seat.store())
+    clock = HeldUpClock(signals)
 
     def at(step: int, phase: str) -> None:
         done[0] = step
         if held_up and phase == "compute":
             signals.set(f"{seat.rank} in {step}", "")
             if [seat.rank, step] == list(held_up[:2]):
-                signals.wait([f"{(seat.rank + 1) % seat.ranks} in {held_up[2]}"])
+                with clock.held_up():
+                    signals.wait([f"{(seat.rank + 1) % seat.ranks} in {held_up[2]}"])
             if [seat.rank, step] == [(held_up[0] + 1) % seat.ranks, held_up[2]]:
                 signals.wait([f"{held_up[0]} in {step}"])
         if counts and phase == "fetch" and step == steps - 1:
@@ -647,7 +651,8 @@ def train(
         is_kept=True,
     )
     try:
-        run_job(job)
+        with clock.in_force() if held_up else nullcontext():
+            run_job(job)
     except (Interrupted, StepRejected) as error:
         ended = f"{type(error).__name__}: {error}"
     seen = float("nan") if isinstance(held.module.seen, AbsentTensor) else float(held.module.seen)
@@ -770,16 +775,16 @@ def train_with_dead_updater(seat: Seat, **given: Any) -> dict[str, Any]:
 
 def train_behind(seat: Seat, *, islands: list[list[int]], **given: Any) -> dict[str, Any]:
     """As `train`, on two hosts whose links are found to be those of `islands`."""
-    from gossamer.autotune import exchange_selection
+    from gossamer.autotune import measured_links
     from gossamer.spec.network import Link, Network
 
     fast, slow = Link(latency_s=1e-4, bytes_per_s=1e9), Link(latency_s=1e-2, bytes_per_s=1e6)
     found = Network(islands=islands, levels={"all": slow, "island": fast, "between": slow})
-    probe, exchange_selection.probe = exchange_selection.probe, lambda channel, **how: found
+    probe, measured_links.probe = measured_links.probe, lambda channel, **how: found
     try:
         return train(seat, hosts=2, **given)
     finally:
-        exchange_selection.probe = probe
+        measured_links.probe = probe
 
 
 def storages() -> dict[int, torch.UntypedStorage]:

@@ -19,7 +19,8 @@ from gossamer.launch.environment import LauncherRank, MasterAddress
 from gossamer.settings import Resolved, load
 from gossamer.spec.errors import BadInput, PeerLost
 from gossamer.view.run_directory import RunDirectory
-from system.command import free_port, records, under_torchrun
+from ports import free_port
+from system.command import records, under_torchrun
 
 Begin = Callable[[], tuple[RunDirectory, bool]]
 

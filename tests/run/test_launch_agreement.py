@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from gossamer.launch import agreement_hosts
 from gossamer.launch.agreement import Agreement, Alone, Line, Word
 from gossamer.launch.agreement_hosts import FolderOffer, HostSockets, OfferedFile
 from gossamer.launch.agreement_ranks import RankStore
@@ -62,7 +63,7 @@ def everywhere(lines: list[Callable[[], Any]], act: Act) -> list[Any]:
 
 @pytest.fixture(params=[hosts, ranks])
 def lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Line]]]:
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):  # of no socket of this family
+    for name in agreement_hosts._OPTIONS:  # of no socket of this family
         monkeypatch.delattr(socket, name, raising=False)
     with request.param() as found:
         yield found
@@ -154,7 +155,7 @@ def test_a_rank_that_left_without_a_word_is_waited_for_no_longer(gone: int) -> N
 
 @pytest.fixture
 def unix(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
+    for name in agreement_hosts._OPTIONS:
         monkeypatch.delattr(socket, name, raising=False)
 
 
@@ -285,3 +286,16 @@ def test_a_host_that_left_is_named(unix: None) -> None:
         with pytest.raises(PeerLost, match="host a left"):
             line.tell(Word(text="x"))
             line.tell(Word(text="x"))
+
+
+def test_a_host_that_takes_no_more_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel answers, but nobody reads: a process that was stopped, or a machine that is."""
+    monkeypatch.setitem(agreement_hosts._OPTIONS, "TCP_USER_TIMEOUT", 300)
+    (tmp_path / "large.bin").write_bytes(bytes(64 << 20))
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        with theirs:
+            theirs.sendall(write_line(Word()) + write_line(Word(text="wanted")))
+            line = HostSockets(others={1: ours}, hostnames=HOSTS[:2], host=0, shared=False)
+            with pytest.raises(PeerLost, match="host b left between phases"):
+                line.give(tmp_path)

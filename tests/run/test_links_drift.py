@@ -21,7 +21,9 @@ from gossamer.autotune import (
     exchange_profile,
     exchange_selection,
     link_use,
+    measured_links,
     rehearsal,
+    same_arithmetic,
     step_monitor,
 )
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
@@ -35,6 +37,7 @@ from gossamer.plan.exchange import CANDIDATES, Calibration, Decision, MessagePri
 from gossamer.recipe import ParameterRules, PlanMethods
 from gossamer.run.profile_step import StepProfile
 from gossamer.run.trainer_services import Replan
+from gossamer.spec.cost import Cost
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import MethodConfig
 from gossamer.spec.network import Link, Network
@@ -85,10 +88,14 @@ class Named(Decision):
     """A decision for an exchange of this name."""
 
     name: Any = ""
+    is_worth: bool = True
 
     @property
     def written(self) -> Any:
         return self.name
+
+    def replaces(self, now: Any) -> bool:
+        return self.is_worth
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[ExchangeSelect
         sick = {name: g.clone() for name, g in sound.items()}
         sick["1.weight"][3, 4] = torch.inf
         here = World(iter(found), lambda step: sick if step in bad else sound, params)
-        monkeypatch.setattr(exchange_selection, "probe", lambda channel, **_: next(here.links))
+        monkeypatch.setattr(measured_links, "probe", lambda channel, **_: next(here.links))
         monkeypatch.setattr(exchange_selection, "message_price", lambda *_: MessagePrice())
         monkeypatch.setattr(rehearsal, "profile_step", here.rehearse)
         monkeypatch.setattr(exchange_profile, "encode_slowdown", lambda: 0.5)
@@ -139,7 +146,7 @@ def look(
 
     `sure`: links are taken to be as the last choice found them; else they are measured again after its first window.
     """
-    exchanger._is_unsure = exchanger._is_unsure and not sure
+    exchanger._links._is_unsure = exchanger._links._is_unsure and not sure
     watch, pump, waited_s = exchanger._watch, exchanger.pump, 20 * step_s * share
     watch.sent_bytes, watch.busy_s = pump.channel.meter.total_bytes - int(rate * waited_s), pump.busy_s - waited_s
     watch.steps_s, watch._ended_s = [step_s] * 20, 0.0
@@ -350,7 +357,9 @@ def test_what_goes_on_keeps_its_buckets_and_what_begins_has_those_it_was_timed_w
 
     def decide(*given: Any, **more: Any) -> Decision:
         found = real(*given, **more)
-        made.append(Named(found.best, found.dense, found.candidates, found.also, name=next(chosen)))
+        is_worth = len(made) != 1  # the second one is not
+        named = Named(found.best, found.dense, found.candidates, found.also, name=next(chosen), is_worth=is_worth)
+        made.append(named)
         return made[-1]
 
     monkeypatch.setattr(choice_basis, "choose", decide)
@@ -503,8 +512,12 @@ def test_where_no_batch_will_do_the_wire_decides_and_it_is_said(world, lossy: bo
     assert "not finite on ranks [0, 1, 2, 3]" in plan.reasons["exchange"] and "not finite" in here.told[0]
     assert "plan.lossy: true" not in plan.reasons["exchange"], "of which nothing is known"
     exchanger._watch.first = MEASURE
-    drift(exchanger, 40, rate=1e9)
-    assert here.rehearsed == [0, 1, 2, 40] and "not finite" not in exchanger.plan.reasons["exchange"]
+    if lossy:  # is looked at again without a drift
+        look(exchanger, 20, rate=1e9)
+    else:
+        drift(exchanger, 40, rate=1e9)
+    looked = [0, 1, 2, 20 if lossy else 40]
+    assert here.rehearsed == looked and "not finite" not in exchanger.plan.reasons["exchange"]
 
 
 def test_what_steps_have_shown_of_one_profile_is_not_applied_to_another(world) -> None:
@@ -512,14 +525,13 @@ def test_what_steps_have_shown_of_one_profile_is_not_applied_to_another(world) -
     exchanger, here = world([FLAT_SLOW, FLAT_SLOW, FLAT_SLOW], bad=[0, 1, 2])
     exchanger.settle(automatic=True, hosts=2)
     exchanger._basis = exchanger._basis.corrected(Calibration(compute=3.0))
-    exchanger._watch.first = MEASURE
-    drift(exchanger, 40, rate=1e9)
-    assert here.rehearsed == [0, 1, 2, 40]
+    look(exchanger, 20, rate=5.0)
+    assert here.rehearsed == [0, 1, 2, 20]
     assert exchanger._basis.facts[0].compute_s == pytest.approx(0.3)
     exchanger._basis = exchanger._basis.corrected(Calibration(compute=3.0))
     exchanger._watch.first = MEASURE
     drift(exchanger, 120, rate=1e9)
-    assert here.rehearsed == [0, 1, 2, 40], "its profile stays, and so does what steps have shown of it"
+    assert here.rehearsed == [0, 1, 2, 20], "its profile stays, and so does what steps have shown of it"
     assert exchanger._basis.facts[0].compute_s == pytest.approx(0.9)
 
 
@@ -637,8 +649,8 @@ def test_every_probe_is_told_the_hosts(world, monkeypatch) -> None:
     """Every probe of a run is told the ranks of each host, where the launcher knows them."""
     asked = list[Any]()
     exchanger, _ = world([FLAT_FAST] * 3)
-    real = exchange_selection.probe
-    monkeypatch.setattr(exchange_selection, "probe", lambda channel, **how: (asked.append(how), real(channel))[1])
+    real = measured_links.probe
+    monkeypatch.setattr(measured_links, "probe", lambda channel, **how: (asked.append(how), real(channel))[1])
     monkeypatch.setattr(exchange_selection, "hosts_of", lambda channel, host: ((0, 1), (2, 3)))
     exchanger.settle(automatic=True, hosts=2, host=0)
     exchanger._watch.first = MEASURE
@@ -670,7 +682,7 @@ def test_an_auto_that_laws_have_settled_is_told_with_the_choice(world) -> None:
 def test_local_updates_without_islands_are_by_rank_or_among_many_by_host(world, monkeypatch, ranks, apart) -> None:
     exchanger, _ = world([Network(islands=(tuple(range(ranks)),), levels={"all": FAST})])
     exchanger.pump.channel = LoopbackChannel(0, ProcessGroups.flat(ranks))
-    exchanger._hosts = ((0, 1, 2, 3, 4), tuple(range(5, 20)))
+    exchanger._links.hosts = ((0, 1, 2, 3, 4), tuple(range(5, 20)))
     assert exchanger._islands(2) == apart
 
 
@@ -742,7 +754,7 @@ def test_one_window_that_is_off_is_no_reason(world) -> None:
 
 @pytest.mark.parametrize("given", [{"sharding": "zero1"}, {"adapted_from": "dense"}])
 def test_where_steps_wait_for_more_than_the_exchange_nothing_is_put_down_to_it(world, given: dict[str, Any]) -> None:
-    exchanger, _ = world([FLAT_SLOW], **given)
+    exchanger, _ = world([FLAT_SLOW, FLAT_SLOW], **given)
     exchanger.settle(automatic=True, hosts=2)
     assert exchanger._steps.expected is None
     assert not any(walk(exchanger, [(9.0, 9.0, 9.0)] * 4))
@@ -757,7 +769,7 @@ def test_what_stays_after_a_drift_has_its_own_forecast_and_goes_on_being_compare
 
     def decide(*given: Any, **more: Any) -> Decision:
         found = real(*given, **more)
-        return Named(found.best, found.dense, found.candidates, found.also, name=int8)
+        return Named(found.best, found.dense, found.candidates, found.also, name=int8, is_worth=False)
 
     monkeypatch.setattr(choice_basis, "choose", decide)
     before, made = exchanger.settle(automatic=True, hosts=2), exchanger._decision
@@ -920,3 +932,125 @@ def test_a_round_apart_waits_for_links_as_steps_have_shown_them(world, monkeypat
         exchanger.run = replace(exchanger.run, trials=SimpleNamespace(times=times, alone_s=lambda step: 1.0))  # type: ignore[arg-type]
         exchanger.settle(automatic=True, hosts=2)
     assert sum(seen[1].fragments_s) > 2 * sum(seen[0].fragments_s)
+
+
+def as_planned(exposed_s: float) -> Cost:
+    return Cost(step_s=0.3 + exposed_s, compute_s=0.3, exposed_s=exposed_s, sent_bytes=(1,))
+
+
+def test_a_resumed_run_whose_links_have_changed_meanwhile_finds_out(world) -> None:
+    """What its plan forecast is what its steps are compared with: no window of steps knows of the links before."""
+    exchanger, here = world([FLAT_SLOW], exchange="dense", forecast=as_planned(0.1))
+    exchanger.settle(automatic=True, hosts=2)
+    assert walk(exchanger, [(0.3, 0.1, 0.0)] * 3) == [None] * 3 and not here.told and not here.rehearsed
+    first, changed = walk(exchanger, [(0.3, 4.0, 0.0)] * 2)
+    assert first is None and changed is not None and exchanger.plan.exchange != "dense"
+    assert here.told[-1].startswith(
+        "steps compute 300 ms and wait 4 s, expected by the plan: compute 300 ms and wait 100 ms; exchange: "
+    )
+    assert exchanger._steps.expected is not None, "and what follows is compared with the new forecast"
+
+
+@pytest.mark.parametrize("given", [{}, {"sharding": "zero1", "forecast": as_planned(0.1)}])
+def test_a_resumed_run_whose_steps_say_nothing_measures_its_links_once(world, given: dict[str, Any]) -> None:
+    exchanger, here = world([FLAT_SLOW, FLAT_SLOW], exchange="dense", **given)
+    exchanger.settle(automatic=True, hosts=2)
+    assert not here.rehearsed
+    changed = look(exchanger, 20, rate=5.0, sure=False)
+    assert changed is not None and here.rehearsed == [20] and exchanger.plan.exchange != "dense"
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1"])
+def test_links_that_change_right_after_the_start_are_found_where_no_step_is_compared(world, sharding: str) -> None:
+    exchanger, here = world([FLAT_FAST, FLAT_SLOW], sharding=sharding)
+    exchanger.settle(automatic=True, hosts=2)
+    changed = look(exchanger, 20, rate=5.0, sure=False)
+    assert (changed is not None) is (sharding == "zero1"), "elsewhere the forecast of its steps would show it"
+    assert (next(here.links, None) is None) is (sharding == "zero1")
+
+
+def test_a_drift_that_changes_little_changes_no_exchange(world) -> None:
+    """What another choice would save is less than a change is worth."""
+    nearly = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-3, bytes_per_s=1.9e6)})
+    exchanger, here = world([FLAT_SLOW, nearly])
+    before = exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None
+    assert (exchanger.plan.exchange, exchanger.plan.buckets) == (before.exchange, before.buckets)
+    assert "the exchange stays: " in here.told[-1]
+
+
+def test_the_same_exchange_is_cut_anew_where_that_is_worth_it(world) -> None:
+    """One bucket where each costs a second, several where they overlap."""
+    far = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1.0, bytes_per_s=1e9)})
+    near = Network(islands=((0, 1, 2, 3),), levels={"all": Link(latency_s=1e-4, bytes_per_s=1.5e8)})
+    exchanger, _ = world([far, near], lossy=False)
+    before = exchanger.settle(automatic=True, hosts=2)
+    exchanger._watch.first = MEASURE
+    changed = drift(exchanger, 40, rate=1e9)
+    assert changed is not None and len(changed.buckets) > len(before.buckets) == 1
+    assert (changed.buckets, changed.turns) == (exchanger.plan.buckets, exchanger.plan.turns)
+
+
+def test_gradients_that_were_not_finite_at_first_are_looked_at_again_a_few_times(world) -> None:
+    for bad, looked, lossy in (([0, 1, 2], [0, 1, 2, 20], True), (range(1000), [0, 1, 2, 20, 21, 22], False)):
+        exchanger, here = world([FLAT_SLOW] * 9, bad=bad)
+        exchanger.settle(automatic=True, hosts=2)
+        look(exchanger, 20, rate=5.0)
+        assert here.rehearsed == looked and ("error_feedback" in str(exchanger.plan.exchange)) is lossy
+        assert any("gradients are looked at again" in line for line in here.told)
+        for step in range(40, 2000, 20):
+            look(exchanger, step, rate=5.0)
+        assert len(here.rehearsed) == (4 if lossy else 3 + 3 * 3)
+
+
+def test_a_parameter_that_is_frozen_in_mid_run_stays_in_its_bucket(world) -> None:
+    exchanger, here = world([FLAT_SLOW, FLAT_FAST])
+    exchanger.settle(automatic=True, hosts=2)
+    here.params["1.weight"].requires_grad_(False)
+    exchanger._watch.first = MEASURE
+    changed = drift(exchanger, 40, rate=1e9)
+    assert changed is not None and changed.exchange.keys() >= here.params.keys()
+
+
+def test_what_ranks_do_not_agree_about_is_not_begun(world, monkeypatch) -> None:
+    exchanger, here = world([FLAT_SLOW, FLAT_FAST])
+    before, real = exchanger.settle(automatic=True, hosts=2), exchange_selection.gathered
+
+    def gathered(channel: Any, row: Any) -> Tensor:
+        found = real(channel, row)
+        found[1] += row[0] > 1  # of a digest, another one
+        return found
+
+    monkeypatch.setattr(exchange_selection, "gathered", gathered)
+    exchanger._watch.first = MEASURE
+    assert drift(exchanger, 40, rate=1e9) is None and exchanger.plan.exchange == before.exchange
+    assert "the exchange stays: " in here.told[-1]
+
+
+def test_ranks_that_compute_unlike_bits_get_no_low_rank_exchange(world, monkeypatch) -> None:
+    """Every rank computes their mean by matrix products of its own."""
+    exchanger, _ = world([FLAT_SLOW])
+    plan = exchanger.settle(automatic=True, hosts=2)
+    assert "_sgd" in str(plan.exchange) or "powersgd" in str(plan.exchange), "none anyway: this proves nothing"
+    assert "unlike bits" not in plan.reasons["exchange"]
+    real = same_arithmetic.gathered
+    monkeypatch.setattr(same_arithmetic, "gathered", lambda *given: real(*given) + torch.arange(4.0)[:, None])
+    exchanger, _ = world([FLAT_SLOW])
+    plan = exchanger.settle(automatic=True, hosts=2)
+    assert "sgd" not in str(plan.exchange) and "int" in str(plan.exchange)
+    assert "ranks compute unlike bits, on which low-rank exchanges would part" in plan.reasons["exchange"]
+
+
+def test_an_interval_that_was_doubled_is_halved_in_steady_windows(monkeypatch) -> None:
+    watch = BandwidthMonitor(active=True)
+    pump: Any = SimpleNamespace(channel=LoopbackChannel(0, ProcessGroups.flat(2)), busy_s=0.0)
+    steady, fast = (BandwidthWindow(rate, 10.0, 1.0, 20) for rate in (1e8, 9e8))
+    watch.begin_anew(pump)
+    watch.begin_anew(pump)
+    assert watch.every == 80 and not watch.drifted(steady)
+    found = list[int]()
+    for window in [steady] * 3 + [fast] + [steady] * 12:
+        assert not watch.drifted(window)
+        found.append(watch.every)
+    assert found == [80] * 7 + [40] * 4 + [20] * 5, "one window that differs begins the count anew"

@@ -36,6 +36,7 @@ from gossamer.run.remote_teacher.teacher import TICKET, RemoteTeacher, RemoteTea
 from gossamer.run.teacher import KnownWords, Teacher, watched
 from gossamer.spec.errors import BadInput, RunFailed, TeacherLost, WireMismatch
 from pool import Pool
+from ports import free_port
 from run.test_distillation import course, losses, records, saved, sections, taid, train
 
 CPU = torch.device("cpu")
@@ -184,7 +185,7 @@ def test_abandoned_questions_do_not_stand_in_the_way(server: TeacherServer) -> N
 
 
 def test_a_server_that_comes_back_is_asked_again(teacher: str) -> None:
-    with serving(teacher) as found:
+    with serving(teacher, port=free_port()) as found:
         port = place(found)[1]
         stack = ExitStack()
         remote = stack.enter_context(joined(found))
@@ -210,7 +211,7 @@ def test_another_teacher_at_the_same_place_is_refused(teacher: str, tmp_path: Pa
 
     other = AutoModelForCausalLM.from_pretrained(teacher)
     other.lm_head.weight.data.add_(1)
-    with serving(teacher) as found:
+    with serving(teacher, port=free_port()) as found:
         port, stack = place(found)[1], ExitStack()
         remote = stack.enter_context(joined(found))
     with stack, serving(other, port=port), pytest.raises(TeacherLost, match="another teacher answers there now"):
@@ -218,8 +219,7 @@ def test_another_teacher_at_the_same_place_is_refused(teacher: str, tmp_path: Pa
 
 
 def test_a_run_without_its_teacher_ends_with_its_address(pool: Pool, tmp_path: Path) -> None:
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     said = rf"a teacher that answers at 127.0.0.1:{port}, got .*refused.*start `gossamer teach TEACHER"
     with pytest.raises(AssertionError, match=said):
         train(pool, 1, tmp_path, sections({"kl": {"teacher": f"tcp://127.0.0.1:{port}"}}))

@@ -166,9 +166,8 @@ def test_the_output_of_a_copy_is_echoed(program: Path, capfd: pytest.CaptureFixt
 def test_a_copy_is_killed_as_any_worker(program: Path) -> None:
     one = job(program, "wait")
     with at_work(ready(ForkedStarter(one)), one) as (worker,):
-        while "waits" not in worker.log.read_text():
+        while "waits" not in worker.log.read_text() or worker.state() != "S":
             time.sleep(0.01)
-        assert worker.state() == "S"
         worker.signal(signal.SIGTERM)
         while worker.poll() is None:
             time.sleep(0.01)

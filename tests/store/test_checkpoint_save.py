@@ -47,7 +47,7 @@ def test_no_thread_is_left_after_finish(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, 0, 1)
     writer.save(1, [whole("w", torch.zeros(10))], {})
     writer.finish()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     good(finish(writer))
     assert finish(writer) == [] and not writer.is_busy
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -241,13 +240,6 @@ def under_torchrun(rank: int, ranks: int, port: int) -> dict[str, object]:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
     """The records of one kind."""
     found = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
@@ -259,7 +251,7 @@ def losses(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records(run, "step")}
 
 
-def eventually(is_so: Callable[[], bool], what: str, *, within_s: float = 60.0) -> None:
+def eventually(is_so: Callable[[], bool], what: str, *, within_s: float = 180.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < deadline_s, f"it never came: {what}"

@@ -25,6 +25,7 @@ DEFAULTS = {
     "run": "r",
     "hosts": 2,
     "settle_s": 20.0,
+    "progress_timeout_s": 60.0,
 }
 
 
@@ -64,7 +65,12 @@ def main() -> int:
             argv=(sys.executable, worker, *given["worker"]),
             processes=given["processes"],
             rundir=meeting.rundir,
-            limits=Limits(heartbeat_s=1.0, progress_timeout_s=1.5, settle_s=given["settle_s"], kill_s=0.5),
+            limits=Limits(
+                heartbeat_s=1.0,
+                progress_timeout_s=given["progress_timeout_s"],
+                settle_s=given["settle_s"],
+                kill_s=0.5,
+            ),
         )
 
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from gossamer.store.checkpoint import latest_good
+from ports import free_port
 from system.command import (
     GOSSAMER,
     SIZES,
@@ -23,7 +24,6 @@ from system.command import (
     Place,
     ended,
     eventually,
-    free_port,
     losses,
     records,
     under_torchrun,

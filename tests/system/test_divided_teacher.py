@@ -15,8 +15,9 @@ from gossamer.job.found_teacher import find_teacher
 from gossamer.job.teacher_facts import digest_of, joined_digest
 from gossamer.spec.errors import BadInput
 from pool import Pool
+from ports import free_port
 from run.test_distillation import course, losses, records, saved, sections, taid, train
-from system.command import Place, ended, free_port
+from system.command import Place, ended
 from system.conftest import Trained
 
 

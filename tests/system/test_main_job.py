@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 import gossamer
 from gossamer.api import verbs
+from ports import free_port
 from system.command import (
     SIZES,
     Done,
@@ -25,7 +26,6 @@ from system.command import (
     Place,
     ended,
     eventually,
-    free_port,
     losses,
     records,
     under_torchrun,

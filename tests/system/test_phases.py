@@ -19,7 +19,8 @@ from gossamer.store.start_folder import StartFolder
 from gossamer.view.run_directory import RunDirectory
 from gossamer.view.run_glance import glances
 from gossamer.view.watch.run_choice import choose_run
-from system.command import SIZES, Done, Place, ended, eventually, free_port, losses, records, under_torchrun
+from ports import free_port
+from system.command import SIZES, Done, Place, ended, eventually, losses, records, under_torchrun
 
 PHASES: list[dict[str, Any]] = [
     {"name": "first"},

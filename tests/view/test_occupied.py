@@ -131,7 +131,7 @@ def elsewhere(directory: Path) -> Holder:
 
 @pytest.mark.parametrize(
     ("holder", "silent_s", "blocks"),
-    [(gone, 0.0, False), (elsewhere, 14.0, True), (elsewhere, 16.0, False)],
+    [(gone, 0.0, False), (elsewhere, 5.0, True), (elsewhere, 16.0, False)],
 )
 def test_who_beats_no_more_blocks_no_more(
     tmp_path: Path, without_locks: None, holder: Callable[[Path], Holder], silent_s: float, blocks: bool

@@ -11,6 +11,7 @@ from gossamer.comm.comm_thread import CommThread
 from gossamer.spec.network import Network
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
+_STEADY_WINDOWS = 4  # running, after which a longer interval is halved again
 _LEAST_STEPS = 10  # of a window that others are compared with: a run may begin shortly before an interval ends
 _DRIFT = 2.0  # factor of change that triggers a new choice
 _LEAST_SHARE = 0.05  # of the time that waits for messages: where it is less, the waiting is noise
@@ -80,6 +81,7 @@ class BandwidthMonitor:
     steps_s: list[float] = field(default_factory=list)  # of the window's steps
     _ended_s: float = 0.0  # when the last step ended; 0: before the first one
     _last: int = 0  # the change that the window before has shown
+    _steady: int = 0  # windows running that showed none
 
     def due(self, step: int) -> bool:
         """Return whether the bandwidth is to be checked after `step`. Call it after every step: it times them.
@@ -109,6 +111,9 @@ class BandwidthMonitor:
             self.first = window
             return False
         before, self._last = self._last, window.drift_from(self.first)
+        self._steady = 0 if self._last else self._steady + 1
+        if self._steady == _STEADY_WINDOWS and self.every > _WATCH_STEPS:
+            self.every, self._steady = self.every // 2, 0
         return self._last != 0 and self._last == before
 
     def skip(self, pump: CommThread) -> None:
@@ -117,10 +122,10 @@ class BandwidthMonitor:
 
     def forget(self) -> None:
         """Make the next window the measure: other messages pass at another rate."""
-        self.first, self._last = None, 0
+        self.first, self._last, self._steady = None, 0, 0
 
     def begin_anew(self, pump: CommThread) -> None:
-        """Restart after a link probe. The interval doubles, because each probe takes seconds."""
+        """Restart after a link probe. The interval doubles, as each probe takes seconds; steady windows halve it."""
         self.forget()
         self.every *= 2
         self.skip(pump)

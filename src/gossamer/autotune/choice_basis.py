@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.rehearsal import Rehearsal
+from gossamer.autotune.same_arithmetic import UNLIKE
 from gossamer.plan.exchange import (
     Calibration,
     Candidate,
@@ -32,7 +33,7 @@ class ChoiceBasis:
     `facts`: those of a step with any of the `candidates` on the `links`, by size of buckets. `slowed`: by how much
     steps have shown that more is to be expected of computing and encoding; `messages`: the factor of the messages, on
     these links; the facts contain both. `lossy`: whether lossy exchanges are allowed. `price`: of messages; the facts
-    contain it too.
+    contain it too. `is_alike`: whether ranks compute the same bits; else `candidates` are those that need not.
     """
 
     profile: ExchangeProfile
@@ -43,6 +44,7 @@ class ChoiceBasis:
     slowed: Calibration
     lossy: bool
     price: MessagePrice
+    is_alike: bool = True
     messages: float = 1.0
 
     @staticmethod
@@ -56,6 +58,7 @@ class ChoiceBasis:
         price: MessagePrice,
         divides: bool,
         lossy: bool,
+        is_alike: bool,
         before: ChoiceBasis | None,
     ) -> ChoiceBasis:
         """Return the measurements for these links, with the corrections of the basis `before`.
@@ -76,6 +79,7 @@ class ChoiceBasis:
             slowed=slowed,
             lossy=lossy and profile.knows,
             price=price,
+            is_alike=is_alike,
         )
 
     def corrected(self, by: Calibration) -> ChoiceBasis:
@@ -129,8 +133,9 @@ class ChoiceBasis:
 
     @property
     def _remark(self) -> str:
-        """Return a note on what is not known of the gradients, to follow a reason."""
-        if not (idle := len(self.profile.idle)):
-            return self.rehearsal.remark
-        said = f"gradients of {idle} of {len(self.profile.params)} parameters are zero at first and count as the others"
-        return f"{self.rehearsal.remark}; {said}"
+        """Return a note on what is not known of the gradients, and on what is left out, to follow a reason."""
+        said = self.rehearsal.remark + ("" if self.is_alike else UNLIKE)
+        if idle := len(self.profile.idle):
+            all_of_them = len(self.profile.params)
+            said += f"; gradients of {idle} of {all_of_them} parameters are zero at first and count as the others"
+        return said

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from gossamer import exchange as exchange_methods
@@ -395,6 +396,8 @@ def _largest(pump: CommThread, names: Sequence[str], mine: Sequence[float]) -> t
 def _serves(candidate: Candidate, where: Layout, levels: ProcessGroups, exchange: Exchange) -> bool:
     """Return whether a candidate can and should serve a bucket among these ranks, whatever part of it is zero."""
     ranks = max(map(len, levels.groups["all"]))
+    if where.dtype is torch.float64 and not (candidate.lossy or exchange.traits.lossless):
+        return False  # bf16 is near enough to float32, and not to this
     if where.numel < candidate.least_numel or (candidate.hub and (ranks - 1) * where.nbytes > LARGEST_BUCKET_BYTES):
         return False
     try:

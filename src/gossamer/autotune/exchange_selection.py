@@ -6,18 +6,24 @@ them. So all ranks make the same plan without a coordinator.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, differ
+from torch import Tensor
+
+from gossamer.autotune.bandwidth_monitor import BandwidthMonitor
 from gossamer.autotune.choice_basis import ChoiceBasis
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES, links_of_islands
 from gossamer.autotune.local_updates import LocalUpdates
+from gossamer.autotune.measured_links import MeasuredLinks
 from gossamer.autotune.message_price import message_price
 from gossamer.autotune.owed_residuals import owing_under, with_owed
 from gossamer.autotune.rehearsal import Rehearsal, rehearse
+from gossamer.autotune.same_arithmetic import computes_alike
 from gossamer.autotune.step_monitor import StepMonitor
 from gossamer.autotune.step_remainder import StepRemainder
 from gossamer.autotune.trial_steps import RIVAL, Trial, Trials, TrialSteps
@@ -26,7 +32,7 @@ from gossamer.comm import slow_start
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.island_search import PAIRS
-from gossamer.comm.link_probe import hosts_of, probe
+from gossamer.comm.link_probe import hosts_of
 from gossamer.comm.message import ProcessGroups
 from gossamer.exchange import Exchange
 from gossamer.optimizer import Optimizer
@@ -39,6 +45,7 @@ from gossamer.plan.exchange import (
     MessagePrice,
     StepTimes,
     across_islands,
+    alike_anywhere,
     choose_period,
     written_of,
 )
@@ -56,6 +63,7 @@ from gossamer.spec.network import Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
+_LOOKS = 3  # at gradients of later steps, where those of the first ones were not finite
 _FED_BACK = "; in error feedback, which sends what was owed before"
 
 
@@ -83,6 +91,7 @@ class ExchangeSelector:
     plan: Plan
     tell: Callable[[str, int], None]  # an event: message, step
     keep: Callable[[Plan], None]  # a plan that has changed
+    _params: Mapping[str, Tensor] = field(init=False)  # those of the run: code may freeze some in mid-run
     _basis: ChoiceBasis | None = None  # of the decision
     _decision: Decision | None = None
     _price_of_messages: MessagePrice | None = None
@@ -91,10 +100,12 @@ class ExchangeSelector:
     _watch: BandwidthMonitor = field(default_factory=BandwidthMonitor)
     _steps: StepMonitor = field(default_factory=StepMonitor)
     _unequal: UnequalRanks = field(default_factory=UnequalRanks)
-    _hosts: tuple[tuple[int, ...], ...] = ()  # the ranks of each host; empty where unknown
-    _other_islands: tuple[tuple[int, ...], ...] = ()  # that the links have shown, and the plan has not
-    _links: Network | None = None  # that the last choice is for
-    _is_unsure: bool = False  # whether the links may have changed again since that choice, made between two steps
+    _links: MeasuredLinks = field(default_factory=MeasuredLinks)
+    _alike: bool = True  # whether ranks compute the same bits from the same numbers
+    _looks: int = 0  # at gradients in mid-run, where those before the first step were not finite
+
+    def __post_init__(self) -> None:
+        self._params = trainable(self.engine.module)
 
     def settle(self, *, automatic: bool, hosts: int, host: int = -1, owed: frozenset[str] = frozenset()) -> Plan:
         """Return the plan for step 1, with exchange and sync chosen if they are `auto`, their reasons and the estimate.
@@ -105,7 +116,7 @@ class ExchangeSelector:
         """
         asked, several = self.methods, hosts > 1
         if several and host >= 0:
-            self._hosts = hosts_of(self.pump.channel, host)
+            self._links.hosts = hosts_of(self.pump.channel, host)
         if (loop := asked.sync.loop) is not None:
             islands = self.plan.islands or self._islands(hosts)
             self.plan = self._local_updates().part(loop, islands, self.run.policy, self.links)
@@ -116,7 +127,7 @@ class ExchangeSelector:
             if asked.chooses_sync:
                 self._adopt("sync", EVERY_STEP, f"every step: {why}{self._unlinked}")
         elif asked.chooses_exchange:
-            links = self._probe()
+            links = self._links.find(self.pump.channel)
             self._choose(links)
             decision = self._tried()
             self._keep_owed(owed)
@@ -128,7 +139,7 @@ class ExchangeSelector:
             elif "sync" in self.plan.reasons:  # auto was asked for, and the laws leave nothing to choose
                 self.tell(f"sync: {self.plan.reasons['sync']}", 0)
         elif not self.plan.islands and (asked.exchange.asks_for_islands or (several and self._follows_islands)):
-            self._learn(self._probe())
+            self._learn(self._links.find(self.pump.channel))
             if self.plan.islands:
                 self._reprice()
         self._dealt = self._deal  # with what is known now: islands that the links show later deal nothing anew
@@ -137,6 +148,8 @@ class ExchangeSelector:
         self._watch.active = automatic and several and self.methods.sync.is_plain
         self._watch.skip(self.pump)  # exclude messages before training
         self._expect()
+        if self._watch.active and self._decision is None:
+            self._expect_as_planned()
         return self.plan
 
     def waited(self) -> dict[str, float]:
@@ -154,7 +167,7 @@ class ExchangeSelector:
     def _keep_owed(self, owed: frozenset[str]) -> None:
         """Give error feedback to the parameters `owed` whose chosen exchange has none: it sends their residual."""
         plan, methods = self.plan, self.methods
-        written = with_owed(plan.exchange, methods, trainable(self.engine.module), owed)
+        written = with_owed(plan.exchange, methods, self._params, owed)
         if written != plan.exchange:
             self._adopt("exchange", written, plan.reasons["exchange"] + _FED_BACK)
 
@@ -170,17 +183,19 @@ class ExchangeSelector:
         cut, levels = min(BUCKET_BYTES, self._largest_bytes), ProcessGroups.islands(islands)
         slowed = replace(self._basis.slowed, messages=self._basis.messages)
         facts = self._basis.profile.round_facts(loop, links, levels, self.plan.units, cut).corrected(slowed)
-        chosen = choose_period(decision, facts, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
+        update_s = self._remainder.update_s if self._remainder else 0.0
+        facts, now = replace(facts, step_s=facts.step_s + update_s), self.plan.forecast
+        chosen = choose_period(decision, facts, now=now, steps=self.run.steps, lossy=self.run.lossy, periods=periods)
         self._adopt("sync", chosen.sync or EVERY_STEP, chosen.reason)
         self.tell(f"sync: {chosen.reason}", 0)
         if (loop := self.methods.sync.loop) is not None and chosen.forecast is not None:
             apart = self._local_updates()
             apart.part_into(islands)
-            update_s, line = self._remainder.update_s if self._remainder else 0.0, chosen.forecast
+            line = chosen.forecast
             apart.price(
                 loop,
-                step_s=line.step_s + update_s,
-                compute_s=line.step_s - line.exposed_s,
+                step_s=line.step_s,
+                compute_s=line.step_s - line.exposed_s - update_s,
                 exposed_s=line.exposed_s,
                 update_s=update_s,
                 state_bytes=self.plan.forecast.state_bytes,
@@ -207,10 +222,10 @@ class ExchangeSelector:
         """Return the islands that the links suggest, else the hosts of many ranks, else one per rank."""
         everyone = self.pump.channel.levels.everyone
         if hosts > 1:
-            if (links := self._probe()).has_islands:
+            if (links := self._links.find(self.pump.channel)).has_islands:
                 return links.islands
-            if len(everyone) > PAIRS and self._hosts:  # so many ranks apart would average little
-                return self._hosts
+            if len(everyone) > PAIRS and self._links.hosts:  # so many ranks apart would average little
+                return self._links.hosts
         return tuple((rank,) for rank in everyone)
 
     def replan(self, step: int, compute_s: float, exposed_s: float) -> Replan | None:
@@ -229,20 +244,41 @@ class ExchangeSelector:
         times, by_rank = self._steps.window(self.pump)
         if self._tells_machines and (unequal := self._unequal.later(by_rank, self.plan)):
             self.tell(f"machines: {unequal}", step)
-        if self._can_rehearse and (links := self._changed_links(drifted, is_first)) is not None:
-            before, in_force = self.plan, self._decision
-            self._choose(links, step)
-            self._watch.begin_anew(self.pump)
-            self._is_unsure = True
-            changed = self._replaced(before, step, "the links have drifted", in_force)
-            self._expect()
-            return changed
+        if self._can_rehearse:
+            if (links := self._changed_links(drifted, is_first)) is not None:
+                return self._chosen_anew(links, step, "the links have drifted")
+            if self._looks_again:
+                return self._chosen_anew(self._links.find(self.pump.channel), step, "gradients are looked at again")
         if drifted:
             why = "with sharded parameters, gradients are looked at before training alone, in a run that chooses then"
             self.tell(f"the links have drifted; the exchange stays: {why}", step)
             self._watch.begin_anew(self.pump)
             return None
-        return self._recalibrated(step, times) if self._steps.is_off(times) else None
+        if not self._steps.is_off(times):
+            return None
+        if self._decision is not None:
+            return self._recalibrated(step, times)
+        assert self._steps.expected is not None  # by the plan of an earlier start
+        why = f"steps {times.show()}, expected by the plan: {self._steps.expected.show()}"
+        return self._chosen_anew(self._links.find(self.pump.channel), step, why)
+
+    def _chosen_anew(self, links: Network, step: int, why: str) -> Replan | None:
+        """Choose for these links between two steps, and return the change if it is worth one."""
+        before, in_force = self.plan, self._decision
+        self._choose(links, step)
+        self._watch.begin_anew(self.pump)
+        changed = self._replaced(before, step, why, in_force)
+        self._expect()
+        return changed
+
+    @property
+    def _looks_again(self) -> bool:
+        """Return whether a choice is due because gradients were not finite before the first step; a few times."""
+        is_blind = self.run.lossy and self._basis is not None and not self._basis.profile.knows
+        if not is_blind or self._looks == _LOOKS:
+            return False
+        self._looks += 1
+        return True
 
     @property
     def _tells_machines(self) -> bool:
@@ -253,20 +289,15 @@ class ExchangeSelector:
         """Return the links as they are now, if they have changed since the choice.
 
         `drifted`: whether windows of steps say so; `is_first`: whether the window that has ended is the first since the
-        choice, with which the next ones are compared. After a choice between two steps the links are measured once more
-        at its end: links that heal, or fail again, in that window are in what is compared, so no later one shows it.
+        choice, with which the next ones are compared.
         """
         if drifted:
-            return self._probe()
-        if not (is_first and self._is_unsure):
+            return self._links.find(self.pump.channel)
+        if not is_first:
             return None
-        self._is_unsure = False
-        links = self._probe()
+        changed = self._links.look_again(self.pump.channel, self.plan.islands)
         self._watch.skip(self.pump)  # exclude the probe's messages
-        assert self._links is not None  # a choice was made
-        before, now = (links_of_islands(one, self.plan.islands) for one in (self._links, links))
-        is_new = not self.plan.islands and links.has_islands
-        return links if is_new or differ(before, now) else None
+        return changed
 
     @property
     def _can_rehearse(self) -> bool:
@@ -312,7 +343,8 @@ class ExchangeSelector:
         self._basis = self._basis.corrected(found)
         decision, now = self._settle_on(self._basis.fastest()), best.on(found.applied(best.facts))
         said, in_force = f"{said} ({found.show()})", replace(decision, best=now)
-        if decision.written != before.exchange and decision.replaces(now):
+        is_same = decision.written == before.exchange and decision.buckets == before.buckets
+        if self._all_say(not is_same and decision.replaces(now)):
             if (changed := self._replaced(before, step, said, in_force)) is not None:
                 self._watch.begin_anew(self.pump)
                 self._expect()
@@ -336,6 +368,17 @@ class ExchangeSelector:
         else:
             self._steps.begin_anew(self.pump, StepTimes.forecast(decision.best.facts, decision.best.picked))
 
+    def _expect_as_planned(self) -> None:
+        """Expect steps as an earlier start has forecast them, of whose links and step nothing else is known here.
+
+        Where steps cannot be compared with that, the links are measured and chosen for after the first window.
+        """
+        line = self.plan.forecast
+        if not self._is_comparable or self.plan.adapted_from or not line.compute_s:
+            self._links.doubt()
+        else:
+            self._steps.begin_anew(self.pump, StepTimes(line.compute_s, line.exposed_s, encode_s=0.0))
+
     @property
     def _is_comparable(self) -> bool:
         """Return whether a step computes on the host and waits for nothing but the buckets of its gradients."""
@@ -352,14 +395,20 @@ class ExchangeSelector:
         """
         decision, chosen, cut = self._decision, self.plan.exchange, {name: getattr(self.plan, name) for name in _CUT}
         kept = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
-        if chosen not in (before.exchange, before.adapted_from):
+        assert decision is not None and self._basis is not None
+        again = None if in_force is None else self._basis.again(decision, in_force)
+        if before.adapted_from:
+            is_worth = chosen not in (before.exchange, before.adapted_from)
+        elif again is None:
+            is_worth = chosen != before.exchange
+        else:
+            is_worth = decision.replaces(again.best)
+        if self._all_say(is_worth) and self._all_chose(chosen, cut):
             self.plan = self.plan.model_copy(update=kept)
             said = f"{why}; exchange: {self.plan.reasons['exchange']}"
             changed = self.change(chosen, step, said, adapted_from="", cut=cut)
             if changed is not None:
                 return changed
-        assert decision is not None and self._basis is not None
-        again = None if in_force is None else self._basis.again(decision, in_force)
         # The islands that the links have shown stay known: the channel has their process groups.
         self.plan, self._decision = before.model_copy(update={"islands": self.plan.islands}), None
         if again is not None and before.adapted_from:
@@ -377,6 +426,16 @@ class ExchangeSelector:
         self.tell(f"{why}; {said}", step)
         return None
 
+    def _all_say(self, is_so: bool) -> bool:
+        """Return whether all ranks find so; they do alike, but versions of Python may round a sum of floats unlike."""
+        return bool(gathered(self.pump.channel, [float(is_so)]).min() > 0)
+
+    def _all_chose(self, chosen: Exchanges, cut: Mapping[str, object]) -> bool:
+        """Return whether all ranks have chosen the same; what they do not agree about is not begun."""
+        text = json.dumps([chosen, {name: cut[name] for name in sorted(cut)}], sort_keys=True).encode()
+        mine = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")  # exact in float64
+        return len(set(gathered(self.pump.channel, [mine])[:, 0].tolist())) == 1
+
     def change(
         self,
         written: Exchanges,
@@ -392,10 +451,13 @@ class ExchangeSelector:
         `cut`: new buckets and turns, as fields of the plan; by default they stay. `said`: the event for the user;
         `adapted_from`: the exchange that was adapted, "" for none.
         """
-        params, written = trainable(self.engine.module), self._fed_back(written, cut)
-        if written == self.plan.exchange:
+        asked, written = written, self._fed_back(written, cut)
+        if (written, *cut.values()) == (self.plan.exchange, *(getattr(self.plan, name) for name in cut)):
             return None
         self.plan = self.plan.model_copy(update={"exchange": written, "adapted_from": adapted_from, **cut})
+        if written != asked:
+            said += _FED_BACK
+            self._adopt("exchange", written, self.plan.reasons.get("exchange", told(asked)) + _FED_BACK)
         self._reprice()
         self._watch.forget()
         self._watch.skip(self.pump)  # exclude messages of the exchange before
@@ -403,12 +465,13 @@ class ExchangeSelector:
         self.keep(self.plan)
         self.tell(said, step)
         plan = self.plan
-        return Replan(self.methods.exchange.by_name(params), plan.bucket_bytes, plan.buckets, plan.turns)
+        return Replan(self.methods.exchange.by_name(self._params), plan.bucket_bytes, plan.buckets, plan.turns)
 
     def _fed_back(self, written: Exchanges, cut: Mapping[str, object]) -> Exchanges:
         """Return `written`, in buckets as in `cut`, with error feedback where the plan's exchange keeps a residual."""
-        params, methods = trainable(self.engine.module), self.methods
-        return with_owed(written, methods.under(exchange=written, **cut), params, owing_under(methods, params))
+        methods = self.methods
+        read = methods.under(exchange=written, **cut)
+        return with_owed(written, read, self._params, owing_under(methods, self._params))
 
     def _reprice(self) -> None:
         """Update the estimated bytes of a step, for the links as known now."""
@@ -417,19 +480,15 @@ class ExchangeSelector:
         self.plan = self.plan.model_copy(update={"forecast": self.plan.forecast.model_copy(update=said)})
 
     def _price(self, written: Exchanges) -> Cost:
-        shapes = tuple((name, tuple(p.shape)) for name, p in trainable(self.engine.module).items())
+        shapes = tuple((name, tuple(p.shape)) for name, p in self._params.items())
         methods = self.methods.under(exchange=written)
         return price_of(methods, shapes, self.pump.channel.levels, walk=self.run.walk, deal=self._deal)
 
     def links(self) -> Network:
         """Return the links as they are now. The probe takes some seconds, between two steps."""
-        links = self._probe(ways=True)
+        links = self._links.find(self.pump.channel, ways=True)
         self._watch.skip(self.pump)  # exclude the probe's messages
         return links
-
-    def _probe(self, *, ways: bool = False) -> Network:
-        """Measure the links. All ranks call it together."""
-        return probe(self.pump.channel, ways=ways, hosts=self._hosts)
 
     def _learn(self, links: Network, step: int = 0) -> None:
         """Take the islands that the links show, if the plan has none; tell of those that it contradicts, once."""
@@ -437,25 +496,27 @@ class ExchangeSelector:
         if links.has_islands and not kept:
             self.plan = self.plan.model_copy(update={"islands": shown})
             self.pump.channel.widen(ProcessGroups.islands(shown))
-        elif links.has_islands and set(shown) not in (set(kept), set(self._other_islands)):
-            self._other_islands = shown
+        elif self._links.contradicts(links, kept):
             self.tell(f"the links show the islands {_listed(shown)}; the plan keeps {_listed(kept)}", step)
 
     def _choose(self, links: Network, step: int = 0) -> Decision:
         """Choose the exchange and update the plan. `step`: the batch to profile, if no gradients are known yet."""
         self._learn(links, step)
-        self._links = links
+        # Right after a choice in mid-run links may change again, and where steps are not compared none shows it.
+        self._links.choose_for(links, may_change=step > 0 or not self._is_comparable)
         profile, rehearsal = self._profiled(step)
+        candidates = CANDIDATES if self._alike else alike_anywhere(CANDIDATES)
         is_same = self._basis is not None and profile is self._basis.profile
         self._basis = ChoiceBasis.of(
             profile,
             rehearsal,
             links_of_islands(links, self.plan.islands),
-            across_islands(CANDIDATES) if self.plan.islands else CANDIDATES,
+            across_islands(candidates) if self.plan.islands else candidates,
             largest_bytes=self._largest_bytes,
             price=self._priced(links),
             divides=not self.methods.sharding.is_sharded and not self.plan.mesh.in_stages,
             lossy=self.run.lossy,
+            is_alike=self._alike,
             before=self._basis if is_same else None,  # of a step that is measured anew, steps have shown nothing
         )
         return self._settle_on(self._basis.fastest())
@@ -500,6 +561,7 @@ class ExchangeSelector:
         self._remainder = StepRemainder.measured(
             params, self.run.optimizer, sharding, self._deal, self.run.walk, channel
         )
+        self._alike = computes_alike(channel, self.engine.device)
         timed, rehearsal = rehearse(self.engine, self.feed, channel, step)
         seconds = gathered(channel, [timed.compute_s])[:, 0].tolist()
         if unequal := self._unequal.at_start(seconds, self.plan):

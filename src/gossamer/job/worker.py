@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gossamer.comm.channel.store import join_store
+from gossamer.comm.patience import PatientStore
 from gossamer.data import Corpus
 from gossamer.job.data_files import check_data_files, keep_data_files
 from gossamer.job.rank_inputs import JobCallbacks, RankContext, RankJob
@@ -189,13 +190,14 @@ def rendezvous(place: LauncherRank, timeout_s: float) -> RankContext:
 
 
 def _context(place: LauncherRank, store: dist.Store, timeout_s: float) -> RankContext:
+    host, hosts = _host_of(place, store, timeout_s)
     first = place.local_rank if place.own_directory else place.rank
     writers = place.local_ranks if place.own_directory else place.ranks
     return RankContext(
         rank=place.rank,
         ranks=place.ranks,
-        hosts=place.hosts,
-        host=place.host,
+        hosts=hosts,
+        host=host,
         writer=first,
         writers=writers,
         store=store,
@@ -204,6 +206,26 @@ def _context(place: LauncherRank, store: dist.Store, timeout_s: float) -> RankCo
         timeout_s=timeout_s,
         is_supervised=bool(place.supervisor.heartbeat),
     )
+
+
+def _host_of(place: LauncherRank, store: dist.Store, timeout_s: float) -> tuple[int, int]:
+    """Return the number of this rank's host, and the number of hosts.
+
+    mpirun tells neither, and may put unequal numbers of ranks on hosts, or one after the other: ranks tell each other
+    the names of their hosts. Raises PeerLost.
+    """
+    if place.launcher != "mpirun" or place.local_ranks == place.ranks:
+        return place.host, place.hosts
+    keys, everyone = PatientStore(store, timeout_s).under("hostname"), [str(rank) for rank in range(place.ranks)]
+    try:
+        keys.set(str(place.rank), place.hostname)
+        keys.wait(everyone)
+        names = list(dict.fromkeys(keys.get(one) for one in everyone))
+    except RuntimeError as error:
+        raise PeerLost(f"rank {place.rank} waits for the host names of all {place.ranks} ranks: {error}") from error
+    if len(names) == 1:  # of containers that all have one name
+        return place.host, place.hosts
+    return names.index(place.hostname.encode()), len(names)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ choose.
 `gossamer train` profiles a step before its first one. The user's loop cannot be run twice, so one of its own steps is
 profiled while it is made: from the end of a committed step, which warms up, to the end of the last backward call whose
 gradients were exchanged before the next committed step. All backward passes in between count as computing, those of
-micro-batches too, and waits for other ranks do not; `ready_s` and the gradients are those of the last call. Every rank
-tells what it has profiled. Once all have a step, the links are probed and the same policy chooses from the same
-measurements. All ranks hold the same numbers, so they choose alike.
+micro-batches too, and waits for other ranks do not; `ready_s` and the gradients are those of the last call. Where
+several calls exchange gradients, each of them counts as a step, of as long a part of the computing. Every rank tells
+what it has profiled. Once all have a step, the links are probed and the same policy chooses from the same measurements.
+All ranks hold the same numbers, so they choose alike.
 
 A step in which gradients were dropped (a GradScaler that skipped it, a rejected step) took longer than others do, so
 the next one is profiled. A loop that drops gradients in every step (LBFGS, the discriminator of a GAN) has no other
@@ -26,12 +27,13 @@ from torch import Tensor
 from gossamer.autotune.exchange_profile import ExchangeProfile
 from gossamer.autotune.link_use import LARGEST_BUCKET_BYTES
 from gossamer.autotune.message_price import message_price
+from gossamer.autotune.same_arithmetic import UNLIKE, computes_alike
 from gossamer.comm import slow_start
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
 from gossamer.comm.link_probe import probe
 from gossamer.own_loop.compute_clock import ComputeClock
-from gossamer.plan.exchange import CANDIDATES, choose
+from gossamer.plan.exchange import CANDIDATES, alike_anywhere, choose
 from gossamer.run.profile_step import StepProfile
 from gossamer.spec.errors import BadInput
 from gossamer.spec.method_config import Exchanges
@@ -63,11 +65,13 @@ class ExchangeChoice:
 @dataclass(slots=True)
 class _SeenStep:
     """What was seen of a step that began at `began_s`. `turned_s`: start of the backward call whose gradients were
-    exchanged last, None if unknown. `dropped`: whether gradients of the step were dropped.
+    exchanged last, None if unknown; `passes`: the number of those calls. `dropped`: whether gradients of the step were
+    dropped.
     """
 
     began_s: float
     turned_s: float | None = None
+    passes: int = 0
     ended_s: float = 0.0
     dropped: bool = False
     ready_s: dict[str, float] = field(default_factory=dict)
@@ -102,6 +106,7 @@ class PassProfile:
         turned_s = self._asked_s if is_asked and self._asked_s >= step.began_s else None
         if turned_s is None or turned_s != step.turned_s:
             step.turned_s, step.ready_s, step.gradients = turned_s, {}, {}
+            step.passes += 1
 
     def arrive(self, name: str) -> None:
         """Take note that a gradient of this rank is complete."""
@@ -160,10 +165,14 @@ class PassProfile:
     # The choice.
 
     def rehearsal(self, params: Mapping[str, Tensor]) -> StepProfile:
-        """Return the profiled step; a parameter without a gradient was ready at the end of the last backward call."""
+        """Return the profiled step; a parameter without a gradient was ready at the end of the last backward call.
+
+        Of several calls whose gradients were exchanged each counts as a step: what one computes, and what it sends.
+        """
         step = self._step
         assert step is not None and step.turned_s is not None
-        compute_s, backward_s = step.ended_s - step.began_s, step.ended_s - step.turned_s
+        whole_s, backward_s = step.ended_s - step.began_s, step.ended_s - step.turned_s
+        compute_s = max(whole_s / max(1, step.passes), min(whole_s, backward_s))
         if not 0 < backward_s <= compute_s:
             raise AssertionError(f"a step of {compute_s:g} s with a backward pass of {backward_s:g} s was profiled")
         gradients = {n: step.gradients[n] if n in step.gradients else torch.zeros_like(p) for n, p in params.items()}
@@ -181,14 +190,18 @@ class PassProfile:
     def _chosen(self, rehearsal: StepProfile, params: Mapping[str, Tensor], pump: CommThread) -> ExchangeChoice:
         is_finite = all(bool(torch.isfinite(one).all()) for one in rehearsal.gradients.values())
         knows = bool(gathered(pump.channel, [float(is_finite)]).min() > 0)
-        measured = ExchangeProfile.by(rehearsal, params, CANDIDATES, pump, knows=knows)
-        links = probe(pump.channel, seeks_islands=False)  # one group of ranks
         device = next(iter(params.values())).device
+        is_alike = computes_alike(pump.channel, device)
+        candidates = CANDIDATES if is_alike else alike_anywhere(CANDIDATES)
+        measured = ExchangeProfile.by(rehearsal, params, candidates, pump, knows=knows)
+        links = probe(pump.channel, seeks_islands=False)  # one group of ranks
         price = message_price(pump, links, device)
-        facts = measured.facts(links, CANDIDATES, LARGEST_BUCKET_BYTES, price=price)
-        decision = choose(*facts, lossy=self.lossy and knows, candidates=CANDIDATES, permission="lossy=True")
+        facts = measured.facts(links, candidates, LARGEST_BUCKET_BYTES, price=price)
+        decision = choose(*facts, lossy=self.lossy and knows, candidates=candidates, permission="lossy=True")
         link = links.levels["all"]
-        said = f"{decision.reason} (links: {link.show()})"
+        passes = self._step.passes if self._step is not None else 1
+        each = f", in each of {passes} backward passes" if passes > 1 else ""
+        said = f"{decision.reason}{each}{'' if is_alike else UNLIKE} (links: {link.show()})"
         pauses = slow_start.told(pump.channel, links, rehearsal.compute_s)
         if pump.channel.rank == 0:
             _log.warning("exchange: %s", said)

@@ -21,7 +21,10 @@ def cores() -> tuple[float, str]:
 
 
 def memory() -> tuple[int, int]:
-    """Return the total and the free bytes of memory, both under the container's limit."""
+    """Return the total and the free bytes of memory, both under the container's limit.
+
+    Pages of files that nobody has touched lately count as free: the kernel drops them first.
+    """
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = _meminfo("MemAvailable") or total
@@ -29,7 +32,19 @@ def memory() -> tuple[int, int]:
     used = _number(_CGROUP / "memory.current") or _number(_CGROUP / "memory/memory.usage_in_bytes") or 0
     if limit is None or limit >= total:
         return total, free
-    return limit, min(free, max(0, limit - used))
+    return limit, min(free, max(0, limit - used + _idle_files()))
+
+
+def _idle_files() -> int:
+    """Return the bytes of idle file pages in the container."""
+    for path, name in (
+        (_CGROUP / "memory.stat", "inactive_file"),
+        (_CGROUP / "memory/memory.stat", "total_inactive_file"),
+    ):
+        for line in _text(path).splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
 
 
 def _quota() -> float | None:

@@ -374,11 +374,16 @@ class GradientBuckets:
 
     def check_owed(self, exchanges: Mapping[str, Exchange]) -> None:
         """Raise BadInput where one of `exchanges`, by parameter name, keeps no residual and there is one now."""
+        parts: dict[str, list[Exchange]] = {}  # of a parameter whose parts have any of their own
+        for part, one in exchanges.items():
+            if (whole := whole_of(part)) != part:
+                parts.setdefault(whole, []).append(one)
         for slot in self.slots:
             if not has_residual(slot.exchange):
                 continue
             for name in self._names(slot):
-                without = next((one for one in _serving(name, exchanges) if not has_residual(one)), None)
+                serving = parts.get(name) or [exchanges[name]]
+                without = next((one for one in serving if not has_residual(one)), None)
                 if without is not None:
                     raise bad_input(
                         wanted=f"an exchange with error feedback for {name}, which has a residual to send",
@@ -434,12 +439,6 @@ def _part(layout: Layout, params: Mapping[str, Tensor]) -> RowRange | None:
     """Return the row range that a bucket holds; None for one of whole parameters."""
     name = layout.entries[0].name
     return None if name in params else RowRange.read(name)
-
-
-def _serving(name: str, exchanges: Mapping[str, Exchange]) -> list[Exchange]:
-    """Return the exchanges of a parameter's parts, where these have any of their own, else the parameter's."""
-    parts = [one for part, one in exchanges.items() if part != name and whole_of(part) == name]
-    return parts or [exchanges[name]]
 
 
 def _by_row(slot: BucketState) -> list[str]:

@@ -9,7 +9,7 @@ their messages are started. Of all choices about as fast as the fastest it takes
 """
 
 from gossamer.plan.exchange.calibration import Calibration, StepTimes
-from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands
+from gossamer.plan.exchange.candidates import CANDIDATES, Candidate, across_islands, alike_anywhere
 from gossamer.plan.exchange.choose import Decision, choose, choose_uniform
 from gossamer.plan.exchange.measurements import (
     BucketMeasurements,
@@ -56,6 +56,7 @@ __all__ = [
     "RoundMeasurements",
     "SyncDecision",
     "across_islands",
+    "alike_anywhere",
     "check_finite",
     "choose",
     "choose_period",

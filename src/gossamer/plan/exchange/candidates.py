@@ -15,7 +15,8 @@ class Candidate:
     `said`: its name for the user. `lossy`: needs the user's permission. `least_numel`: buckets with fewer elements are
     not worth its calls. `within`: the exchange between islands inside it, whose compression error is its own.
     `hub`: one rank receives the buckets of all others at once, so its memory bounds them. `most_occupied`: buckets of
-    which a larger part is not zero on some rank are not served.
+    which a larger part is not zero on some rank are not served. `computes_mean`: every rank computes the mean from the
+    same bytes by matrix products, which give other bits on machines of other kinds.
     """
 
     written: Written
@@ -25,6 +26,7 @@ class Candidate:
     within: Written = ""
     hub: bool = False
     most_occupied: float = 1.0
+    computes_mean: bool = False
 
     @property
     def loses_as(self) -> Written:
@@ -48,6 +50,11 @@ def across_islands(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return (candidates[0], *map(_between, candidates))
 
 
+def alike_anywhere(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the candidates whose mean has the same bits on machines of all kinds."""
+    return tuple(one for one in candidates if not one.computes_mean)
+
+
 def _between(one: Candidate) -> Candidate:
     written: Written = {"hierarchical": {"inter": one.written}}
     return replace(one, written=written, said=f"{one.said} between islands", within=one.written)
@@ -65,8 +72,11 @@ CANDIDATES: tuple[Candidate, ...] = (
     Candidate(_fed_back(_INT8), "int8 two-shot"),
     Candidate(_fed_back({"two_shot": {"codec": "int4"}}), "int4 two-shot"),
     Candidate(
-        _fed_back({"acp_sgd": {"rank": 48, "factor_exchange": _INT8}}), "int8 ACP-SGD rank 48", least_numel=1 << 14
+        _fed_back({"acp_sgd": {"rank": 48, "factor_exchange": _INT8}}),
+        "int8 ACP-SGD rank 48",
+        least_numel=1 << 14,
+        computes_mean=True,
     ),
-    Candidate(_powersgd(32), "int8 PowerSGD rank 32", least_numel=1 << 14),
-    Candidate(_powersgd(16), "int8 PowerSGD rank 16", least_numel=1 << 14),
+    Candidate(_powersgd(32), "int8 PowerSGD rank 32", least_numel=1 << 14, computes_mean=True),
+    Candidate(_powersgd(16), "int8 PowerSGD rank 16", least_numel=1 << 14, computes_mean=True),
 )

@@ -15,6 +15,7 @@ from typing import Any
 from gossamer.plan.exchange.calibration import Calibration
 from gossamer.plan.exchange.choose import WORTH, Decision
 from gossamer.spec.clock import BESIDE, Part, TimedTask, compute, cost, play, wire
+from gossamer.spec.cost import Cost
 from gossamer.spec.method_config import Written
 from gossamer.spec.units import show_seconds
 
@@ -82,10 +83,17 @@ class SyncDecision:
 
 
 def choose_period(
-    decision: Decision, facts: RoundMeasurements, *, steps: int, lossy: bool, periods: Sequence[SyncPeriod]
+    decision: Decision,
+    facts: RoundMeasurements,
+    *,
+    now: Cost,
+    steps: int,
+    lossy: bool,
+    periods: Sequence[SyncPeriod],
 ) -> SyncDecision:
     """Choose the sync method for a run of `steps` steps.
 
+    `now`: of a synchronous step with `decision`, as `facts.step_s` with the update of its parameters if it has one.
     Without `lossy` the choice is synchronous training, and the reason says what local updates would save. A period of
     which the run has fewer than four rounds is excluded. The reason names the seconds of a step now and apart, the
     share of each that waits for messages, the extra steps, and what would turn the choice.
@@ -96,7 +104,7 @@ def choose_period(
         least = min((p.every for p in periods), default=0)
         enough = f": {_ROUNDS} rounds of {least} steps need {_ROUNDS * least}" if least else ""
         return SyncDecision(None, f"every step: {steps} steps are too few for local updates{enough}")
-    line, now = forecast_apart(best, facts), decision.forecast
+    line = forecast_apart(best, facts)
     pays_from_s = line.step_s * (1 + best.dearer) / (1 - WORTH) / (1 + decision.dearer)
     at_once, apart = (_waiting(one.step_s, one.exposed_s) for one in (now, line))
     because = f" ({best.because})" if best.because else ""
