@@ -25,6 +25,7 @@ from gossamer.autotune import (
     rehearsal,
     same_arithmetic,
     step_monitor,
+    step_remainder,
 )
 from gossamer.autotune.bandwidth_monitor import BandwidthMonitor, BandwidthWindow
 from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
@@ -1054,3 +1055,32 @@ def test_an_interval_that_was_doubled_is_halved_in_steady_windows(monkeypatch) -
         assert not watch.drifted(window)
         found.append(watch.every)
     assert found == [80] * 7 + [40] * 4 + [20] * 5, "one window that differs begins the count anew"
+
+
+def test_a_round_apart_is_compared_with_a_whole_step(world, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both update their parameters, and in a step all ranks agree about it, which a round does not wait for."""
+    seen, real = list[Any](), exchange_selection.choose_period
+
+    def choose_period(decision: Decision, facts: Any, **more: Any) -> Any:
+        seen.append((decision.forecast, facts, more["now"]))
+        return real(decision, facts, **more)
+
+    monkeypatch.setattr(exchange_selection, "choose_period", choose_period)
+    monkeypatch.setattr(step_remainder, "update_seconds", lambda *_: 0.25)
+    for optimizer in (None, SimpleNamespace()):
+        exchanger, _ = world([FLAT_SLOW], sync="auto")
+        exchanger.run = replace(exchanger.run, optimizer=optimizer)  # type: ignore[arg-type]
+        exchanger.settle(automatic=True, hosts=2)
+    (alone, plain, _), (_, updated, now) = seen
+    assert updated.step_s == pytest.approx(plain.step_s + 0.25)
+    assert now.exposed_s == pytest.approx(alone.exposed_s + 2 * SLOW.hop_s, rel=0.05)
+    assert now.step_s == pytest.approx(now.compute_s + now.exposed_s + 0.25)
+
+
+def test_float64_gradients_are_rounded_by_permission_alone(world) -> None:
+    """bf16 has eight bits: near enough to float32, and not to these."""
+    for dtype, is_rounded in ((torch.float32, True), (torch.float64, False)):
+        exchanger, _ = world([FLAT_SLOW], lossy=False)
+        exchanger.engine.module.to(dtype)
+        plan = exchanger.settle(automatic=True, hosts=2)
+        assert ("bfloat16" in str(plan.exchange)) is is_rounded
