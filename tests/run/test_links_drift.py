@@ -1084,3 +1084,15 @@ def test_float64_gradients_are_rounded_by_permission_alone(world) -> None:
         exchanger.engine.module.to(dtype)
         plan = exchanger.settle(automatic=True, hosts=2)
         assert ("bfloat16" in str(plan.exchange)) is is_rounded
+
+
+def test_a_resumed_run_that_chooses_the_same_again_knows_what_its_steps_take(world) -> None:
+    fresh, _ = world([FLAT_SLOW])
+    plan = fresh.settle(automatic=True, hosts=2)
+    kept = {name: getattr(plan, name) for name in ("exchange", "buckets", "turns", "bucket_bytes")}
+    exchanger, here = world([FLAT_SLOW], **kept)
+    exchanger.settle(automatic=True, hosts=2)
+    assert look(exchanger, 20, rate=5.0, sure=False) is None and here.rehearsed == [20]
+    assert here.told[-1].startswith("the links were measured, as those of the start before are not known; the exchange")
+    assert "is not known" not in here.told[-1].partition("; ")[2]
+    assert exchanger._decision is not None and exchanger._steps.expected is not None and exchanger.waited()

@@ -64,6 +64,8 @@ from gossamer.spec.plan import BUCKET_BYTES, Plan
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
 _LOOKS = 3  # at gradients of later steps, where those of the first ones were not finite
+_DRIFTED = "the links have drifted"
+_UNKNOWN = "the links were measured, as those of the start before are not known"
 _FED_BACK = "; in error feedback, which sends what was owed before"
 
 
@@ -239,14 +241,14 @@ class ExchangeSelector:
         self._steps.note(compute_s, exposed_s)
         if not self._watch.due(step):
             return None
-        is_first = self._watch.first is None
+        is_first, is_known = self._watch.first is None, self._links.is_known
         drifted = self._watch.drifted(self._watch.window(self.pump))
         times, by_rank = self._steps.window(self.pump)
         if self._tells_machines and (unequal := self._unequal.later(by_rank, self.plan)):
             self.tell(f"machines: {unequal}", step)
         if self._can_rehearse:
             if (links := self._changed_links(drifted, is_first)) is not None:
-                return self._chosen_anew(links, step, "the links have drifted")
+                return self._chosen_anew(links, step, _DRIFTED if drifted or is_known else _UNKNOWN)
             if self._looks_again:
                 return self._chosen_anew(self._links.find(self.pump.channel), step, "gradients are looked at again")
         if drifted:
@@ -397,6 +399,8 @@ class ExchangeSelector:
         kept = {name: getattr(before, name) for name in ("exchange", "adapted_from", *_CUT)}
         assert decision is not None and self._basis is not None
         again = None if in_force is None else self._basis.again(decision, in_force)
+        if in_force is None and (decision.written, decision.buckets) == (before.exchange, before.buckets):
+            again = decision
         if before.adapted_from:
             is_worth = chosen not in (before.exchange, before.adapted_from)
         elif again is None:

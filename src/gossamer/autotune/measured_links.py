@@ -33,6 +33,11 @@ class MeasuredLinks:
         """Take note of the links that an exchange is chosen for; `may_change`: look at them once more."""
         self._chosen_for, self._is_unsure = links, may_change
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether it is known for which links the exchange in force was chosen."""
+        return self._chosen_for is not None
+
     def doubt(self) -> None:
         """Take note that it is not known for which links the exchange in force was chosen."""
         self._chosen_for, self._is_unsure = None, True

@@ -21,7 +21,7 @@ from gossamer.spec.errors import BadInput, PeerLost, RunFailed, WireMismatch, ba
 from gossamer.spec.units import show_bytes
 
 _CHUNK_BYTES = 1 << 20
-_SILENT_S = 60  # of a host that confirms nothing of what is sent, or has no room for more: it is lost
+_SILENT_S = 600  # of a host that confirms nothing of what is sent, or has no room for more, as a slow disk fills: lost
 _OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 1000 * _SILENT_S}
 _FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
