@@ -11,7 +11,8 @@ import yaml
 
 from gossamer import exchange as exchange_methods
 from gossamer.autotune.adaptive_compression import uplinks_downlinks_of
-from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
+from gossamer.autotune.exchange_chooser import ExchangeChooser, SelectionSettings
+from gossamer.autotune.exchange_selection import ExchangeSelector
 from gossamer.comm.channel.loopback import LoopbackChannel
 from gossamer.comm.message import ProcessGroups
 from gossamer.spec.network import Link, Network
@@ -156,17 +157,17 @@ def test_a_change_to_an_exchange_without_feedback_is_made_once() -> None:
     """What drifted links bring about, too: around dense, feedback pays what is owed, and stays."""
     kept, module = [], torch.nn.Linear(3, 2)
     channel = LoopbackChannel(0, ProcessGroups.flat(2))
-    exchanger = ExchangeSelector(
+    chooser = ExchangeChooser(
         engine=SimpleNamespace(module=module),
         feed=None,
         pump=SimpleNamespace(channel=channel, busy_s=0.0),
         run=SelectionSettings(lossy=True, steps=100),
-        plan=Plan(
-            mesh=MeshSizes(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
-        ),
         tell=lambda message, step: None,
-        keep=kept.append,
     )
+    plan = Plan(
+        mesh=MeshSizes(replica=2), batch_fractions=(0.5, 0.5), rows=(1, 1), microbatches=(1, 1), exchange=POWERSGD
+    )
+    exchanger = ExchangeSelector(chooser=chooser, plan=plan, keep=kept.append)
     changed = exchanger.change("dense", 7, "drifted", adapted_from="")
     assert all(exchange_methods.has_residual(one) for one in changed.exchange.values())
     assert [plan.exchange for plan in kept] == [{"error_feedback": {"inner": "dense"}}]

@@ -63,7 +63,7 @@ def everywhere(lines: list[Callable[[], Any]], act: Act) -> list[Any]:
 
 @pytest.fixture(params=[hosts, ranks])
 def lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Line]]]:
-    for name in agreement_hosts._OPTIONS:  # of no socket of this family
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):  # of no socket of this family
         monkeypatch.delattr(socket, name, raising=False)
     with request.param() as found:
         yield found
@@ -155,7 +155,7 @@ def test_a_rank_that_left_without_a_word_is_waited_for_no_longer(gone: int) -> N
 
 @pytest.fixture
 def unix(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in agreement_hosts._OPTIONS:
+    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
         monkeypatch.delattr(socket, name, raising=False)
 
 
@@ -290,7 +290,7 @@ def test_a_host_that_left_is_named(unix: None) -> None:
 
 def test_a_host_that_takes_no_more_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel answers, but nobody reads: a process that was stopped, or a machine that is."""
-    monkeypatch.setitem(agreement_hosts._OPTIONS, "TCP_USER_TIMEOUT", 300)
+    monkeypatch.setattr(agreement_hosts, "_TAKES_S", 0.3)
     (tmp_path / "large.bin").write_bytes(bytes(64 << 20))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
         theirs, _ = server.accept()

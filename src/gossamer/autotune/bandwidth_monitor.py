@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 from gossamer.comm.channel import gathered
 from gossamer.comm.comm_thread import CommThread
-from gossamer.spec.network import Network
+from gossamer.spec.network import Link
 
 _WATCH_STEPS = 20  # interval of bandwidth checks
 _STEADY_WINDOWS = 4  # running, after which a longer interval is halved again
@@ -55,14 +56,14 @@ class BandwidthWindow:
         return -1 if ratio <= 1 / _DRIFT and longer >= 1 - _STEADY else 0
 
 
-def differ(before: Network, now: Network) -> bool:
+def differ(before: Mapping[str, Link], now: Mapping[str, Link]) -> bool:
     """Return whether a message of 1 MiB takes twice or half as long on some level, or other levels were found.
 
     Messages that take a few milliseconds both times do not count: a busy machine explains them.
     """
-    if before.levels.keys() != now.levels.keys():
+    if before.keys() != now.keys():
         return True
-    pairs = [(before.levels[name].seconds(_BYTES), link.seconds(_BYTES)) for name, link in now.levels.items()]
+    pairs = [(before[name].seconds(_BYTES), link.seconds(_BYTES)) for name, link in now.items()]
     return any(max(pair) >= max(_DRIFT * min(pair), _SHORT_S) for pair in pairs)
 
 

@@ -126,6 +126,7 @@ class ChoiceBasis:
         return plan.model_copy(
             update={
                 "exchange": decision.written,
+                "links": self.links.levels,
                 "reasons": {**plan.reasons, "exchange": said},
                 "forecast": cost.model_copy(update={"state_bytes": plan.forecast.state_bytes, **times}),
             }

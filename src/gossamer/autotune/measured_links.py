@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gossamer.autotune.bandwidth_monitor import differ
 from gossamer.autotune.link_use import links_of_islands
 from gossamer.comm.channel import Channel
 from gossamer.comm.link_probe import probe
-from gossamer.spec.network import Network
+from gossamer.spec.network import Link, Network
 
 _Islands = tuple[tuple[int, ...], ...]
 
@@ -21,7 +22,7 @@ class MeasuredLinks:
     """
 
     hosts: _Islands = ()
-    _chosen_for: Network | None = None
+    _chosen_for: Mapping[str, Link] = field(default_factory=dict)  # the levels; empty: not known
     _is_unsure: bool = False  # whether they may have changed since, unseen
     _contradicted: _Islands = ()  # islands that were found last, of those that the plan does not have
 
@@ -29,18 +30,13 @@ class MeasuredLinks:
         """Measure the links. It takes some seconds. All ranks call it together."""
         return probe(channel, ways=ways, hosts=self.hosts)
 
-    def choose_for(self, links: Network, *, may_change: bool) -> None:
+    def choose_for(self, levels: Mapping[str, Link], *, may_change: bool) -> None:
         """Take note of the links that an exchange is chosen for; `may_change`: look at them once more."""
-        self._chosen_for, self._is_unsure = links, may_change
+        self._chosen_for, self._is_unsure = levels, may_change
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether it is known for which links the exchange in force was chosen."""
-        return self._chosen_for is not None
-
-    def doubt(self) -> None:
-        """Take note that it is not known for which links the exchange in force was chosen."""
-        self._chosen_for, self._is_unsure = None, True
+    def doubt(self, levels: Mapping[str, Link]) -> None:
+        """Take note that an earlier start has chosen for links that may be others now; empty: it has not said which."""
+        self.choose_for(levels, may_change=bool(levels))
 
     def look_again(self, channel: Channel, islands: _Islands) -> Network | None:
         """Measure the links once more at the end of the first window after a choice, if asked to; None: they are alike.
@@ -52,11 +48,8 @@ class MeasuredLinks:
             return None
         self._is_unsure = False
         links = self.find(channel)
-        if self._chosen_for is None:
-            return links
-        before, now = (links_of_islands(one, islands) for one in (self._chosen_for, links))
         is_new = not islands and links.has_islands
-        return links if is_new or differ(before, now) else None
+        return links if is_new or differ(self._chosen_for, links_of_islands(links, islands).levels) else None
 
     def contradicts(self, links: Network, islands: _Islands) -> bool:
         """Return whether links show other islands than `islands`, those of the plan, and other ones than before."""

@@ -12,7 +12,8 @@ from typing import Any
 from gossamer import recipe
 from gossamer.autotune.activation_compression import with_activation_compression
 from gossamer.autotune.adaptive_compression import AdaptiveCompression, inter_island_policy, replan_callback
-from gossamer.autotune.exchange_selection import ExchangeSelector, SelectionSettings
+from gossamer.autotune.exchange_chooser import ExchangeChooser, SelectionSettings
+from gossamer.autotune.exchange_selection import ExchangeSelector
 from gossamer.autotune.owed_residuals import owing_anywhere
 from gossamer.autotune.plan_groups import levels_of
 from gossamer.autotune.trial_steps import TrialSteps
@@ -304,7 +305,7 @@ def _exchanger(
 ) -> ExchangeSelector:
     config, where, plan, methods = job.parts.config, job.where, job.parts.plan, job.parts.recipe
     feed = Feed(job.parts.train, plan, plan.axes.place(where.rank)[0], config.train.seed)
-    return ExchangeSelector(
+    chooser = ExchangeChooser(
         engine=engine,
         feed=feed,
         pump=pump,
@@ -317,10 +318,9 @@ def _exchanger(
             walk=walk if job.parts.cut is None else None,  # bytes between stages are known since the cuts are
             trials=TrialSteps(parts=job.parts, engine=engine, feed=feed, pump=pump, at=job.at),
         ),
-        plan=plan,
         tell=lambda message, step: sink(records.Event(level="info", message=message, step=step)),
-        keep=plans.keep,
     )
+    return ExchangeSelector(chooser=chooser, plan=plan, keep=plans.keep)
 
 
 def _saver(job: RankJob, sink: Sink, plans: PlanWriter) -> CheckpointManager:

@@ -18,7 +18,7 @@ from gossamer.spec.units import show_seconds
 
 _TURN_S = 0.05
 _PAUSE_S = 1.0  # a turn that took so much longer means that this process itself was held up
-_STACKS_S = 0.5  # for a hung rank to write its stacks
+_STACKS_S = 2.0  # for a hung rank to write its stacks
 _LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
 
 

@@ -29,6 +29,8 @@ from gossamer.process import (
 from gossamer.process.out_of_memory import memory_events
 from gossamer.spec.units import show_gib, show_seconds
 
+_MAIN_STACK_S = 1.0  # for a process to begin to write the stack of its main thread
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -46,6 +48,14 @@ class Limits:
     kill_s: float = 3.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StacksAsked:
+    """When a process was asked for its main thread's stack, and how long its log was."""
+
+    at_s: float
+    log_bytes: int
+
+
 class WorkerGroup:
     """The workers of one host, from start to reaping. A context manager: its exit kills and reaps those that remain."""
 
@@ -58,6 +68,7 @@ class WorkerGroup:
         self._workers: dict[int, Worker] = {}
         self._suspects: dict[int, int] = {}  # rank -> judgments in a row that found it stopped
         self._named: set[int] = set()  # ranks whose failure is already out
+        self._stacks: dict[int, _StacksAsked] = {}  # by rank: asked for their main thread's, not yet for all
         self._asked: set[int] = set()  # ranks whose process outstays its work, asked for its stacks
         self._left: set[int] = set()  # ranks that had ended their work by themselves when their process ended
         self._ended_by_us = False
@@ -138,13 +149,14 @@ class WorkerGroup:
         The rank writes its stacks into its log before it is terminated.
         """
         self._named.add(rank)
-        _ask_for_stacks(self._workers[rank])
+        self._ask_for_stacks(rank)
 
     def reap(self, *, stop: How | None) -> list[RankFailure]:
         """Return the failures of the workers that ended since the last call.
 
         stop: the stop request in force ("save" or "now"), None for none.
         """
+        self._ask_for_all_stacks()
         failures: list[RankFailure] = []
         for rank, worker in self._workers.items():
             if not worker.runs or worker.poll() is None:
@@ -194,12 +206,34 @@ class WorkerGroup:
             worker.kill()
             return []
         self._asked.add(rank)
-        _ask_for_stacks(worker)
+        self._ask_for_stacks(rank)
         return [
             f"rank {rank} on {self._hostname} has ended its work ({exit_text(worker.word.code)}), but its process runs "
             f"{show_seconds(self._limits.grace_s)} later, most likely as a thread of it does not end: it is killed, "
             f"and its work counts; the stacks of its threads are at the end of {worker.log}"
         ]
+
+    def _ask_for_stacks(self, rank: int) -> None:
+        """Let a process write the stack of its main thread into its log; those of all threads are asked for next.
+
+        With two signals pending at once the system wakes two threads: another one takes the first and writes its own
+        stack, and the main thread, which takes the second meanwhile, writes none.
+        """
+        worker = self._workers[rank]
+        self._stacks[rank] = _StacksAsked(at_s=time.monotonic(), log_bytes=worker.log_bytes)
+        worker.signal(signal.SIGUSR1)
+
+    def _ask_for_all_stacks(self) -> None:
+        """Ask the processes that wrote their main thread's stack for those of all threads, and those that never will.
+
+        Never: where the main thread waits for a disk or a device; another thread of it takes both signals then.
+        """
+        now_s = time.monotonic()
+        for rank, asked in list(self._stacks.items()):
+            worker = self._workers[rank]
+            if worker.log_bytes > asked.log_bytes or now_s - asked.at_s > _MAIN_STACK_S:
+                del self._stacks[rank]
+                worker.signal(signal.SIGUSR2)
 
     def _exited(self, rank: int, worker: Worker) -> RankFailure:
         assert worker.exit_code is not None
@@ -266,12 +300,6 @@ class WorkerGroup:
             sequence=position.sequence,
             log=str(worker.log),
         )
-
-
-def _ask_for_stacks(worker: Worker) -> None:
-    """Let the process write the stack of its main thread into its log, and then those of all threads."""
-    for number in (signal.SIGUSR1, signal.SIGUSR2):  # pending together, the lower number comes first
-        worker.signal(number)
 
 
 def _silence(silent_s: float, state: str) -> str:

@@ -101,6 +101,11 @@ class Worker:
         """Return the process state as one letter of ps: R, S, D, T (stopped), Z, ...; "" when it is unknown."""
         return process_state(self.pid) if self.runs else ""
 
+    @property
+    def log_bytes(self) -> int:
+        """Length of the worker's log, 0 once it has ended."""
+        return os.fstat(self._file.fileno()).st_size if self.runs else 0
+
     def last_line(self) -> str:
         """Return the last line the worker wrote to its log since it was started."""
         return last_line(self.log, since_bytes=self._log_start_bytes)

@@ -26,6 +26,7 @@ _PLAN = {
     "bucket_bytes",
     "buckets",
     "turns",
+    "links",
 }
 
 

@@ -11,6 +11,7 @@ from gossamer.spec.cost import Cost
 from gossamer.spec.earlier_recompute import as_saver
 from gossamer.spec.mesh import Mesh
 from gossamer.spec.method_config import Exchanges, Written
+from gossamer.spec.network import Link
 
 PLAN_FORMAT = 3
 BUCKET_BYTES = 25 * 2**20
@@ -78,6 +79,7 @@ class Plan(BaseModel):
     bucket_bytes: int = BUCKET_BYTES
     buckets: tuple[tuple[str, ...], ...] = ()  # the parameters of every gradient bucket, in the order of sending
     turns: tuple[int, ...] = ()  # the bucket of each turn of the communication thread
+    links: dict[str, Link] = {}  # by level, those that `auto` chose the exchange for; empty: it was named
     look_ahead: int = LOOK_AHEAD
     backend: str = "gloo"
     reasons: dict[str, str] = {}
