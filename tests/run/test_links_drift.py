@@ -726,7 +726,7 @@ def test_a_thousand_steady_steps_change_nothing(world) -> None:
 
 def test_steps_that_wait_get_a_harsher_exchange_and_slack_a_milder_one(world) -> None:
     usual = Link(latency_s=1e-4, bytes_per_s=3e8)  # bytes take long enough to matter
-    exchanger, here = world([FLAT_FAST.model_copy(update={"levels": {"all": usual}})])
+    exchanger, here = world(2 * [FLAT_FAST.model_copy(update={"levels": {"all": usual}})])
     exchanger.settle(automatic=True, hosts=2)
     before = exchanger.plan
     compute_s, exposed_s, encode_s = expected(exchanger)
@@ -742,6 +742,19 @@ def test_steps_that_wait_get_a_harsher_exchange_and_slack_a_milder_one(world) ->
     hidden = (4 * compute_s, 0.0, encode_s)  # another processor has slowed down: all that is sent has time
     assert walk(exchanger, [hidden, hidden])[-1] is not None
     assert exchanger.chooser.decision is not None and exchanger.chooser.decision.best.lost < harsh.best.lost / 2
+
+
+def test_links_are_looked_at_once_more_after_steps_have_shown_them_to_be_others(world) -> None:
+    """What steps show of messages is not what the plan says of its links, which a resumed run compares."""
+    usual = Link(latency_s=1e-4, bytes_per_s=3e8)
+    measured = FLAT_FAST.model_copy(update={"levels": {"all": usual}})
+    exchanger, here = world([measured, FLAT_SLOW])
+    exchanger.settle(automatic=True, hosts=2)
+    compute_s, exposed_s, encode_s = expected(exchanger)
+    slow = (compute_s, exposed_s + 0.2, encode_s)
+    assert walk(exchanger, [slow, slow])[-1] is not None and exchanger.plan.links == measured.levels
+    look(exchanger, 80, rate=5.0, sure=False)
+    assert "the links have drifted; " in here.told[-1] and exchanger.plan.links == FLAT_SLOW.levels
 
 
 def test_one_window_that_is_off_is_no_reason(world) -> None:
@@ -885,6 +898,13 @@ def test_a_resumed_run_with_sharded_parameters_keeps_its_exchange_when_links_dri
     assert exchanger._watch.every == 40
 
 
+def test_a_resumed_run_with_sharded_parameters_says_that_its_links_were_others(world) -> None:
+    exchanger, here = world([FLAT_SLOW], exchange="dense", sharding="zero3", links={"all": FAST})
+    exchanger.settle(automatic=True, hosts=2)
+    assert look(exchanger, 20, rate=5.0, sure=False) is None and not here.rehearsed
+    assert "the links have drifted; the exchange stays: with sharded parameters" in here.told[-1]
+
+
 def test_what_is_chosen_after_trials_is_timed_by_the_steps_of_the_trial_that_was_best(world) -> None:
     """The second one computed less and waited long, so the first one stays, and nothing of the second."""
     exchanger, _ = world([FLAT_SLOW])
@@ -955,6 +975,18 @@ def test_a_resumed_run_whose_links_have_changed_meanwhile_finds_out(world, shard
     assert changed is not None and here.rehearsed == [20] and exchanger.plan.exchange != "dense"
     assert here.told[-1].startswith("the links have drifted; exchange: ")
     assert exchanger.plan.links == FLAT_SLOW.levels and here.kept[-1] == exchanger.plan
+
+
+def test_a_run_that_began_on_one_machine_chooses_where_it_is_resumed_on_several(world) -> None:
+    """torchrun and the like say how many there are at each start, and the plan is the same for both."""
+    begun, here = world([])
+    plan = begun.settle(automatic=True, hosts=1)
+    assert plan.exchange == "dense" and plan.links and not here.rehearsed
+    exchanger, here = world([FLAT_SLOW])
+    exchanger.plan = Plan.model_validate_json(plan.model_dump_json())
+    exchanger.settle(automatic=True, hosts=2)
+    assert look(exchanger, 20, rate=5.0, sure=False) is not None
+    assert here.told[-1].startswith("the links have drifted; exchange: ")
 
 
 def test_a_resumed_run_whose_plan_does_not_say_its_links_measures_none(world) -> None:

@@ -33,7 +33,7 @@ from gossamer.recipe import EVERY_STEP, PlanMethods
 from gossamer.recipe.plan_methods import ALL_REDUCE
 from gossamer.run.trainer_services import Replan
 from gossamer.spec.method_config import Exchanges, told
-from gossamer.spec.network import Network
+from gossamer.spec.network import NO_NETWORK, Network
 from gossamer.spec.plan import BUCKET_BYTES, Plan
 
 _CUT = ("bucket_bytes", "buckets", "turns")  # fields of a plan that say which buckets are sent, and when
@@ -69,6 +69,7 @@ class ExchangeSelector:
         elif asked.chooses_exchange and not several:
             why = "every process is on this machine"
             self._adopt("exchange", ALL_REDUCE, f"all-reduce: {why}")
+            self.plan = self.plan.model_copy(update={"links": {"all": NO_NETWORK}})  # a later start may be on several
             self._keep_owed(owed)
             if asked.chooses_sync:
                 self._adopt("sync", EVERY_STEP, f"every step: {why}{self._unlinked}")
@@ -209,7 +210,7 @@ class ExchangeSelector:
                 return self._chosen_anew(links, step, "the links have drifted")
             if self._looks_again:
                 return self._chosen_anew(self._links.find(self._pump.channel), step, "gradients are looked at again")
-        if drifted:
+        elif drifted or self._changed_links(drifted, is_first) is not None:
             why = "with sharded parameters, gradients are looked at before training alone, in a run that chooses then"
             self.tell(f"the links have drifted; the exchange stays: {why}", step)
             self._watch.begin_anew(self._pump)
@@ -274,6 +275,8 @@ class ExchangeSelector:
         is_same = decision.written == before.exchange and decision.buckets == before.buckets
         if self._all_say(not is_same and decision.replaces(now)):
             if (changed := self._replaced(before, step, said, in_force)) is not None:
+                # If it was the links, all windows since were of other links than the plan says.
+                self._links.choose_for(self.plan.links, may_change=True)
                 self._watch.begin_anew(self._pump)
                 self._expect()
                 return changed

@@ -37,7 +37,7 @@ from gossamer.comm.link_timing import (
     place_of,
 )
 from gossamer.spec.errors import bad_input
-from gossamer.spec.network import Link, Network
+from gossamer.spec.network import NO_NETWORK, Link, Network
 
 _RING_TRIPS = 5  # round trips between neighbors
 _PAIR_TRIPS = 3  # between the ranks of a pair
@@ -55,7 +55,7 @@ def probe(
     """
     everyone = channel.levels.everyone
     if len(everyone) == 1:
-        return Network(islands=(everyone,), levels={"all": Link(latency_s=0.0, bytes_per_s=1e12)})
+        return Network(islands=(everyone,), levels={"all": NO_NETWORK})
     machines = _checked(hosts, everyone) or tuple((rank,) for rank in everyone)
     levels = {"all": _overall(channel)}
     if not seeks_islands or len(everyone) < (2 if ways else 3):

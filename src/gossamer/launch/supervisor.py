@@ -12,13 +12,12 @@ from gossamer.launch.failure_report import Dated, RankFailure, RootCause, find_r
 from gossamer.launch.hang_detector import HangDetector, standing_of
 from gossamer.launch.paths import lacks_checkpoint
 from gossamer.launch.signals import StopRequests
-from gossamer.launch.worker_group import Limits, WorkerGroup
+from gossamer.launch.worker_group import STACKS_S, Limits, WorkerGroup
 from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, Command, EventLoop
 from gossamer.spec.units import show_seconds
 
 _TURN_S = 0.05
 _PAUSE_S = 1.0  # a turn that took so much longer means that this process itself was held up
-_STACKS_S = 2.0  # for a hung rank to write its stacks
 _LOST_PERIODS = 3  # a host unheard for so many heartbeat periods is lost
 
 
@@ -211,7 +210,7 @@ class Supervisor:
         if not causes:
             return 2 * self._limits.settle_s  # the root cause may take longer to be seen
         if causes[0].what in ("hung", "silent"):
-            return min(_STACKS_S, self._limits.settle_s)  # the others wait for it, and have nothing to say
+            return STACKS_S  # the others wait for it, and have nothing to say
         return self._limits.settle_s
 
     def _is_over(self) -> bool:

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gossamer.launch.control_channel import How
@@ -29,7 +29,8 @@ from gossamer.process import (
 from gossamer.process.out_of_memory import memory_events
 from gossamer.spec.units import show_gib, show_seconds
 
-_MAIN_STACK_S = 1.0  # for a process to begin to write the stack of its main thread
+STACKS_S = 2.0  # for a process to write its stacks
+_MAIN_STACK_S = 0.5 * STACKS_S  # of it, to begin with that of its main thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class _StacksAsked:
 
     at_s: float
     log_bytes: int
+    seen_bytes: int  # at the last look
 
 
 class WorkerGroup:
@@ -69,7 +71,7 @@ class WorkerGroup:
         self._suspects: dict[int, int] = {}  # rank -> judgments in a row that found it stopped
         self._named: set[int] = set()  # ranks whose failure is already out
         self._stacks: dict[int, _StacksAsked] = {}  # by rank: asked for their main thread's, not yet for all
-        self._asked: set[int] = set()  # ranks whose process outstays its work, asked for its stacks
+        self._asked_s: dict[int, float] = {}  # when ranks whose process outstays its work were asked for its stacks
         self._left: set[int] = set()  # ranks that had ended their work by themselves when their process ended
         self._ended_by_us = False
 
@@ -201,11 +203,12 @@ class WorkerGroup:
         return failures, warnings
 
     def _end_outstayed(self, rank: int, worker: Worker) -> list[str]:
-        """Ask a process that runs on after its work for its stacks; kill it at the next judgment; return warnings."""
-        if rank in self._asked:
-            worker.kill()
+        """Ask a process that runs on after its work for its stacks, and kill it later; return warnings."""
+        if rank in self._asked_s:
+            if time.monotonic() - self._asked_s[rank] > STACKS_S:
+                worker.kill()
             return []
-        self._asked.add(rank)
+        self._asked_s[rank] = time.monotonic()
         self._ask_for_stacks(rank)
         return [
             f"rank {rank} on {self._hostname} has ended its work ({exit_text(worker.word.code)}), but its process runs "
@@ -217,10 +220,11 @@ class WorkerGroup:
         """Let a process write the stack of its main thread into its log; those of all threads are asked for next.
 
         With two signals pending at once the system wakes two threads: another one takes the first and writes its own
-        stack, and the main thread, which takes the second meanwhile, writes none.
+        stack, and the main thread, which takes the second meanwhile, writes none, as one thread writes at a time.
         """
         worker = self._workers[rank]
-        self._stacks[rank] = _StacksAsked(at_s=time.monotonic(), log_bytes=worker.log_bytes)
+        log_bytes = worker.log_bytes
+        self._stacks[rank] = _StacksAsked(at_s=time.monotonic(), log_bytes=log_bytes, seen_bytes=log_bytes)
         worker.signal(signal.SIGUSR1)
 
     def _ask_for_all_stacks(self) -> None:
@@ -230,10 +234,13 @@ class WorkerGroup:
         """
         now_s = time.monotonic()
         for rank, asked in list(self._stacks.items()):
-            worker = self._workers[rank]
-            if worker.log_bytes > asked.log_bytes or now_s - asked.at_s > _MAIN_STACK_S:
+            worker, log_bytes = self._workers[rank], self._workers[rank].log_bytes
+            is_written = asked.log_bytes < log_bytes == asked.seen_bytes
+            if is_written or now_s - asked.at_s > _MAIN_STACK_S:
                 del self._stacks[rank]
                 worker.signal(signal.SIGUSR2)
+            else:
+                self._stacks[rank] = replace(asked, seen_bytes=log_bytes)
 
     def _exited(self, rank: int, worker: Worker) -> RankFailure:
         assert worker.exit_code is not None

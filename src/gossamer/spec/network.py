@@ -82,6 +82,9 @@ class Link(BaseModel):
         return f"{show_rate(self.bytes_per_s)}{differ}, {1e3 * self.latency_s:.1f} ms"
 
 
+NO_NETWORK = Link(latency_s=0.0, bytes_per_s=1e12)  # between ranks that send over none
+
+
 class Network(BaseModel):
     """The link of each level of process groups, and the islands of the ranks.
 

@@ -79,7 +79,7 @@ class Plan(BaseModel):
     bucket_bytes: int = BUCKET_BYTES
     buckets: tuple[tuple[str, ...], ...] = ()  # the parameters of every gradient bucket, in the order of sending
     turns: tuple[int, ...] = ()  # the bucket of each turn of the communication thread
-    links: dict[str, Link] = {}  # by level, those that `auto` chose the exchange for; empty: it was named
+    links: dict[str, Link] = {}  # by level, those that `auto` chose the exchange for; empty: unknown
     look_ahead: int = LOOK_AHEAD
     backend: str = "gloo"
     reasons: dict[str, str] = {}
