@@ -8,6 +8,7 @@ PYTEST := $(BIN)/python -m pytest -m 'not nightly' --durations=30 --durations-mi
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Without a GPU the CPU build of torch is enough, and some gigabytes smaller. TORCH_INDEX= takes what pip's index has.
+# An index that cannot be reached is asked once more only: pip asks it for each package anew, and there is the other one.
 HAS_GPU     := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
 WITH_CUDA   := there is a GPU, so the build with CUDA, several GB
 FOR_CPU     := no GPU found, so the CPU build, about 200 MB to load and 0.7 GB on the disk
@@ -56,7 +57,7 @@ $(VENV)/bin/python:
 $(VENV)/.torch: | $(VENV)/bin/python
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	echo "Installing torch into $(VENV): $(BUILD). TORCH_INDEX=URL takes another build."; \
-	{ test -n "$(TORCH_INDEX)" && $(PIP) install --index-url $(TORCH_INDEX) '$(TORCH)'; } || { \
+	{ test -n "$(TORCH_INDEX)" && $(PIP) install --retries 1 --index-url $(TORCH_INDEX) '$(TORCH)'; } || { \
 	echo "From pip's own index$(if $(TORCH_INDEX), ($(TORCH_INDEX) cannot be reached): it may be a larger build)"; \
 	$(PIP) install '$(TORCH)'; }; }
 	@touch $@
