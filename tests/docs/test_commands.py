@@ -42,6 +42,7 @@ ELSEWHERE = (
     (r"srun ", "tests/run/test_launch_environment.py", "def test_srun_meets_at_the_first_host"),
     (r"mpirun ", "tests/run/test_launch_environment.py", "def test_mpirun_of_openmpi"),
     (r".* --on ray", "tests/system/test_launch_ray.py", "def test_two_nodes_train_one_run"),
+    (r"gossamer eval .*--tasks", "tests/system/test_eval_tasks.py", "def test_the_command_shows_what_the_harness"),
     (r"gossamer lab run ", "tests/system/test_lab.py", "def test_four_hosts_train_what_one_process_trains"),
     (r"gossamer export .*--to side", "tests/model/test_side.py", "def test_exported_and_loaded_it_computes_the_same"),
     (r"gossamer (train meta|eval whole)", "tests/grow/test_assemble.py", "def test_an_assembled_model_has_each"),
