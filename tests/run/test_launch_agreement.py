@@ -63,7 +63,7 @@ def everywhere(lines: list[Callable[[], Any]], act: Act) -> list[Any]:
 
 @pytest.fixture(params=[hosts, ranks])
 def lines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[], Line]]]:
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):  # of no socket of this family
+    for name in agreement_hosts._KEEP_ALIVE:  # of no socket of this family
         monkeypatch.delattr(socket, name, raising=False)
     with request.param() as found:
         yield found
@@ -155,7 +155,7 @@ def test_a_rank_that_left_without_a_word_is_waited_for_no_longer(gone: int) -> N
 
 @pytest.fixture
 def unix(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT"):
+    for name in agreement_hosts._KEEP_ALIVE:
         monkeypatch.delattr(socket, name, raising=False)
 
 

@@ -21,7 +21,7 @@ from gossamer.spec.errors import BadInput, PeerLost, RunFailed, WireMismatch, ba
 from gossamer.spec.units import show_bytes
 
 _CHUNK_BYTES = 1 << 20
-_KEEPALIVE_S = 10  # then every 5 s, four times: a host that is gone without a word is noticed after half a minute
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a host that is gone: lost after 30 s
 _TAKES_S = 600.0  # of a host that has no room for what is sent, as its disk is slow; it is lost after that
 _FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,250}")
@@ -51,7 +51,7 @@ class _Connection:
         self._socket, self._name, self._rest = connection, name, b""
         connection.settimeout(None)  # preparing takes as long as it takes
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", _KEEPALIVE_S), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        for option, value in _KEEP_ALIVE.items():
             if hasattr(socket, option):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 

@@ -12,8 +12,9 @@ from gossamer.launch.failure_report import Dated, RankFailure, RootCause, find_r
 from gossamer.launch.hang_detector import HangDetector, standing_of
 from gossamer.launch.paths import lacks_checkpoint
 from gossamer.launch.signals import StopRequests
-from gossamer.launch.worker_group import STACKS_S, Limits, WorkerGroup
+from gossamer.launch.worker_group import Limits, WorkerGroup
 from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, Command, EventLoop
+from gossamer.process.stack_request import STACKS_S
 from gossamer.spec.units import show_seconds
 
 _TURN_S = 0.05

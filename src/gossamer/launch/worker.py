@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ from types import FrameType
 
 from gossamer.launch.environment import LauncherRank, read_environment
 from gossamer.process import BAD_INPUT, DONE, FAILED, INTERRUPTED, PEER_LOST, Heartbeat, write_error
+from gossamer.process.stack_request import write_stacks_when_asked
 from gossamer.spec.errors import BadInput, Interrupted, PeerLost
 
 
@@ -81,11 +81,7 @@ def run_worker(body: Callable[[Ready], None]) -> int:
     place = read_environment()
     stop = StopFlag()
     stop.install()
-    if hasattr(signal, "SIGUSR1"):
-        # The supervisor asks a hung rank for its stacks, first for the main thread's: other threads may still run, and
-        # to write a stack that changes can end the process.
-        faulthandler.register(signal.SIGUSR1, all_threads=False)
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    write_stacks_when_asked()
     heartbeat = Heartbeat(
         place.rank,
         place.supervisor.heartbeat,

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gossamer.launch.control_channel import How
@@ -27,10 +27,8 @@ from gossamer.process import (
     starter_of,
 )
 from gossamer.process.out_of_memory import memory_events
+from gossamer.process.stack_request import StackRequest
 from gossamer.spec.units import show_gib, show_seconds
-
-STACKS_S = 2.0  # for a process to write its stacks
-_MAIN_STACK_S = 0.5 * STACKS_S  # of it, to begin with that of its main thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +47,6 @@ class Limits:
     kill_s: float = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StacksAsked:
-    """When a process was asked for its main thread's stack, and how long its log was."""
-
-    at_s: float
-    log_bytes: int
-    seen_bytes: int  # at the last look
-
-
 class WorkerGroup:
     """The workers of one host, from start to reaping. A context manager: its exit kills and reaps those that remain."""
 
@@ -70,8 +59,7 @@ class WorkerGroup:
         self._workers: dict[int, Worker] = {}
         self._suspects: dict[int, int] = {}  # rank -> judgments in a row that found it stopped
         self._named: set[int] = set()  # ranks whose failure is already out
-        self._stacks: dict[int, _StacksAsked] = {}  # by rank: asked for their main thread's, not yet for all
-        self._asked_s: dict[int, float] = {}  # when ranks whose process outstays its work were asked for its stacks
+        self._stacks: dict[int, StackRequest] = {}  # of ranks that hang, are silent, or outstay their work
         self._left: set[int] = set()  # ranks that had ended their work by themselves when their process ended
         self._ended_by_us = False
 
@@ -151,14 +139,15 @@ class WorkerGroup:
         The rank writes its stacks into its log before it is terminated.
         """
         self._named.add(rank)
-        self._ask_for_stacks(rank)
+        self._stacks[rank] = StackRequest(self._workers[rank])
 
     def reap(self, *, stop: How | None) -> list[RankFailure]:
         """Return the failures of the workers that ended since the last call.
 
         stop: the stop request in force ("save" or "now"), None for none.
         """
-        self._ask_for_all_stacks()
+        for request in self._stacks.values():
+            request.go_on()
         failures: list[RankFailure] = []
         for rank, worker in self._workers.items():
             if not worker.runs or worker.poll() is None:
@@ -204,43 +193,16 @@ class WorkerGroup:
 
     def _end_outstayed(self, rank: int, worker: Worker) -> list[str]:
         """Ask a process that runs on after its work for its stacks, and kill it later; return warnings."""
-        if rank in self._asked_s:
-            if time.monotonic() - self._asked_s[rank] > STACKS_S:
+        if rank in self._stacks:
+            if self._stacks[rank].is_over:
                 worker.kill()
             return []
-        self._asked_s[rank] = time.monotonic()
-        self._ask_for_stacks(rank)
+        self._stacks[rank] = StackRequest(worker)
         return [
             f"rank {rank} on {self._hostname} has ended its work ({exit_text(worker.word.code)}), but its process runs "
             f"{show_seconds(self._limits.grace_s)} later, most likely as a thread of it does not end: it is killed, "
             f"and its work counts; the stacks of its threads are at the end of {worker.log}"
         ]
-
-    def _ask_for_stacks(self, rank: int) -> None:
-        """Let a process write the stack of its main thread into its log; those of all threads are asked for next.
-
-        With two signals pending at once the system wakes two threads: another one takes the first and writes its own
-        stack, and the main thread, which takes the second meanwhile, writes none, as one thread writes at a time.
-        """
-        worker = self._workers[rank]
-        log_bytes = worker.log_bytes
-        self._stacks[rank] = _StacksAsked(at_s=time.monotonic(), log_bytes=log_bytes, seen_bytes=log_bytes)
-        worker.signal(signal.SIGUSR1)
-
-    def _ask_for_all_stacks(self) -> None:
-        """Ask the processes that wrote their main thread's stack for those of all threads, and those that never will.
-
-        Never: where the main thread waits for a disk or a device; another thread of it takes both signals then.
-        """
-        now_s = time.monotonic()
-        for rank, asked in list(self._stacks.items()):
-            worker, log_bytes = self._workers[rank], self._workers[rank].log_bytes
-            is_written = asked.log_bytes < log_bytes == asked.seen_bytes
-            if is_written or now_s - asked.at_s > _MAIN_STACK_S:
-                del self._stacks[rank]
-                worker.signal(signal.SIGUSR2)
-            else:
-                self._stacks[rank] = replace(asked, seen_bytes=log_bytes)
 
     def _exited(self, rank: int, worker: Worker) -> RankFailure:
         assert worker.exit_code is not None

@@ -19,15 +19,7 @@ _RECENT = 5  # steps of which a loss is the mean, as in the live display
 _CURVE_POINTS = 200  # of a curve for programs
 _ABOUT_THE_FOLDER = ("run.name", "run.directory", "run.display", "run.trackers")
 _KEYS_DIFFER = ("configuration", "plan")  # elsewhere a missing key is an earlier version that did not write it
-_LONG = (
-    "reasons",
-    "forecast",
-    "units",
-    "buckets",
-    "turns",
-    "links",
-    "format",
-)  # of a plan: told elsewhere, or long
+_LONG = ("reasons", "forecast", "units", "buckets", "turns", "links", "format")  # of a plan: told elsewhere, or long
 
 
 @dataclass(frozen=True, slots=True)
